@@ -7,7 +7,10 @@ ARGS   ?=
 
 # The loaders to compare with, in an environment of their own; ROWS selects workloads.
 PEERS         ?= .venv-peers
-PEER_PACKAGES := torchdata spdl SeqTools grain transformers datasets
+PEER_PACKAGES := torchdata spdl SeqTools grain transformers datasets webdataset \
+	brotli catalogue cramjam python-snappy xxhash zstd
+# Pins older releases of what the others need, and builds of torchvision for another torch.
+PEERS_PINNING := mosaicml-streaming
 ROWS          ?=
 
 # The frameworks that train with loaders, in an environment of their own. The second list pins
@@ -156,6 +159,11 @@ $(PEERS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_s
 	@for package in $(PEER_PACKAGES); do \
 		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 			--constraint constraints.txt $$package > $(PEERS)/$$package.log 2>&1 \
+		|| { echo "$$package cannot be installed:"; tail -1 $(PEERS)/$$package.log; }; \
+	done
+	@for package in $(PEERS_PINNING); do \
+		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+			--constraint constraints.txt --no-deps $$package > $(PEERS)/$$package.log 2>&1 \
 		|| { echo "$$package cannot be installed:"; tail -1 $(PEERS)/$$package.log; }; \
 	done
 	@touch $@

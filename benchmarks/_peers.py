@@ -20,6 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from _shards import (
+    shmloader_streams,
+    streaming,
+    torch_over_hugging_face,
+    torch_over_webdataset,
+    web_loader,
+)
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler, default_collate
 
 Batches = Iterator[Any]
@@ -97,7 +104,7 @@ class Peer:
         module: The module that must be importable.
         distribution: The distribution that has this module.
         note: How the loader is used, as the page says it.
-        epochs: Opens the loader, and returns its epochs.
+        epochs: Opens the loader, and returns its epochs. Gets a Task; in row O, a Shelf.
         methods: Start methods that it can be told to use.
         instead: What a table says in place of figures for other start methods.
         shares: Whether ``shmloader.share`` is called on the dataset first.
@@ -108,7 +115,7 @@ class Peer:
     module: str
     distribution: str
     note: str
-    epochs: Callable[[Task], Iterator[Batches]]
+    epochs: Callable[[Any], Iterator[Batches]]
     methods: tuple[str, ...] = ("fork", "forkserver", "spawn")
     instead: str = ""
     shares: bool = False
@@ -458,6 +465,36 @@ _PEERS = (
         "grain", "grain", "grain",
         "`MapDataset.source(…).to_iter_dataset().batch(…).mp_prefetch(…)`, with arrays.", _grain,
         ("spawn",), "always spawns: see `G, spawn`",
+    ),
+    Peer(
+        "shmloader, streams", "shmloader", "shmloader",
+        "`DataLoader(Shards(…, shuffle_shards=False).batch(64), batch_size=None, "
+        "persistent_workers=True)`, with 64 readers; in row O only.",
+        shmloader_streams, rows="O",
+    ),
+    Peer(
+        "webdataset", "webdataset", "webdataset",
+        "`WebLoader(WebDataset(…).batched(64), batch_size=None, persistent_workers=True)`; in row "
+        "O only.",
+        web_loader, rows="O",
+    ),
+    Peer(
+        "torch, webdataset", "webdataset", "webdataset",
+        "torch's `DataLoader(WebDataset(…), batch_size=64, persistent_workers=True)`; in row O "
+        "only.",
+        torch_over_webdataset, rows="O",
+    ),
+    Peer(
+        "MosaicML Streaming", "_mosaic", "mosaicml-streaming",
+        "`StreamingDataLoader(StreamingDataset(local=…), persistent_workers=True)`, over the same "
+        "samples in shards of its own; in row O only.",
+        streaming, rows="O",
+    ),
+    Peer(
+        "torch, datasets", "datasets", "datasets",
+        "torch's `DataLoader` over `load_dataset(\"parquet\", streaming=True)` with "
+        "`with_format(\"torch\")`; in row O only.",
+        torch_over_hugging_face, rows="O",
     ),
 )  # fmt: skip
 

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 from _record import Run, select
 from _spread import with_spread_if_any
 
-OURS = ("shmloader", "shmloader, share", "shmloader, seed", "shmloader, no workers")
+OURS = (
+    "shmloader",
+    "shmloader, share",
+    "shmloader, seed",
+    "shmloader, no workers",
+    "shmloader, streams",
+)
 BARE = "bare work"
 UNDELIVERED = "bare work, nothing delivered"
 ALONE = "one process, no loader"
@@ -204,6 +210,17 @@ ROWS = {
             _FIRST,
         ),
         _DELIVERED,
+    ),
+    "O": Row(
+        "64 shards that are read from end to end, without shuffling, in batches of 64: tar shards "
+        "of JPEG files (34 kB) that are not decoded, and Parquet shards whose rows are 1,024 int64 "
+        "tokens. Whole epochs are measured, after one whose content is compared in any order",
+        (
+            Figure("samples_per_s", "samples/s", ",.0f", less=False),
+            Figure("cpu_us", "µs of CPU a sample, all processes", ",.1f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
     ),
 }  # fmt: skip
 

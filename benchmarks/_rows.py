@@ -33,6 +33,7 @@ from _ceilings import deliver, gather_alone
 from _measure import WARMUP_BATCHES, consume, measure_ceiling, run_processes
 from _peers import PEERS, Peer, Task, map_leaves
 from _report import ALONE, BARE, UNDELIVERED
+from _shards import BATCH, WRITERS, checksum_of, touch_records
 from _tables import TOKENS, batches_of, make_table, read_columns, row_gatherer
 from _tables import pad_by_torch as pad_columns_by_torch
 from _texts import (
@@ -669,6 +670,39 @@ def _bare_tokens(settings: Settings) -> dict:
     return _rates(_TABLE_BATCH, nbytes, found["batches"], found["elapsed_s"])
 
 
+# ---------------------------------------------------------------- O: shards
+
+
+def _run_shards(form: str, peer: Peer, settings: Settings) -> dict:
+    """Read whole epochs of shards, after a first one whose content is compared."""
+    write = WRITERS.get(peer.name, WRITERS[form])
+    shards, per_shard = (4, 32) if settings.is_smallest else (64, 256)
+    with tempfile.TemporaryDirectory() as folder:
+        shelf = write(Path(folder), shards, per_shard, settings.workers)
+        began = time.perf_counter()
+        epochs = peer.epochs(shelf)
+        content, first_s = 0, 0.0
+        for batch in next(epochs):
+            first_s = first_s or time.perf_counter() - began
+            content += checksum_of(batch)
+        meter = Meter()
+        began = time.perf_counter()
+        count = 0
+        while not count or time.perf_counter() - began < settings.seconds:
+            count += sum(map(touch_records, next(epochs)))
+        elapsed_s = time.perf_counter() - began
+        spent = meter.read()
+    rates = _rates(BATCH, int(BATCH * shelf.sample_bytes), max(1, count // BATCH), elapsed_s)
+    return rates | {
+        "samples_per_s": count / elapsed_s,
+        "cpu_us": (spent.main_cpu_s + spent.workers_cpu_s) / count * 1e6,
+        "main_us": spent.main_cpu_s / count * BATCH * 1e6,
+        "others_cores": spent.others_cpu_s / elapsed_s,
+        "first_s": first_s,
+        "content": f"{content:x}",
+    }
+
+
 # ---------------------------------------------------------------- all of them
 
 
@@ -766,6 +800,23 @@ CASES = {
             bares={UNDELIVERED: _bare_tokens, ALONE: partial(_bare_table, False)},
         ),
         Case("N, padded", partial(_run_tokens, True), peers=("shmloader", "torch")),
+        Case(
+            "O, tar",
+            partial(_run_shards, "tar"),
+            limit_s=300.0,
+            peers=(
+                "shmloader, streams",
+                "webdataset",
+                "torch, webdataset",
+                "MosaicML Streaming",
+            ),
+        ),
+        Case(
+            "O, parquet",
+            partial(_run_shards, "parquet"),
+            limit_s=300.0,
+            peers=("shmloader, streams", "torch, datasets"),
+        ),
     )
 }
 

@@ -38,7 +38,10 @@ _FULL_ROUNDS = 5
 _IMPORT_LIMIT_S = 300.0
 
 # Their versions are in the heading. A campaign continues only if they are the same.
-_DISTRIBUTIONS = ("torchdata", "spdl", "SeqTools", "grain", "pillow", "transformers", "datasets")
+_DISTRIBUTIONS = (
+    "torchdata", "spdl", "SeqTools", "grain", "pillow", "transformers", "datasets", "webdataset",
+    "mosaicml-streaming", "pyarrow",
+)  # fmt: skip
 
 
 def find_absent(names: Sequence[str]) -> dict[str, str]:
@@ -57,7 +60,7 @@ def _why_absent(module: str) -> str | None:
         return None
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"],
-        capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False, cwd=_HERE,
     )  # fmt: skip
     if done.returncode == 0:
         return None

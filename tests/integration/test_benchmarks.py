@@ -64,6 +64,21 @@ def test_plans_prints_the_figures_of_its_ways_and_the_times(tmp_path):
     assert "## Batches of a token budget" in (tmp_path / "RESULTS.md").read_text()
 
 
+def test_streams_prints_sizes_times_and_whether_an_epoch_is_exact(tmp_path):
+    arguments = (f"--record={tmp_path / 'runs.jsonl'}", f"--results={tmp_path / 'RESULTS.md'}")
+    done = run("streams.py", "--smallest", *arguments)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in (
+        r"\| state, window, bytes: \d+ \| ≤ 2048 \| reached \|",
+        r"\| 10,000 shards \| go on, 2 workers \| next_s \| [\d.e-]+ \|",
+        r"\| rolling, tar, go on, s: [\d.e-]+ \| ≤ 1 \| .*\|",
+        r"\| server, exact: 1 \| ≥ 1 \| reached \|",
+    ):
+        assert re.search(f"^{row}$", done.stdout, re.MULTILINE), done.stdout
+    assert "## Streams of shards" in (tmp_path / "RESULTS.md").read_text()
+
+
 def test_verdicts_prints_what_was_found_for_each_kind_of_limit():
     done = run("verdicts.py", "--smallest", "--kinds", "slow collate", "start-up")
 
