@@ -30,7 +30,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster check docs bench bench-peers bench-host bench-cluster gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster streams-matrix check docs bench bench-peers bench-host bench-cluster gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-frameworks  test under Lightning, accelerate, Hugging Face and others (downloads 2 GB; 15 minutes)"
 	@echo "make test-cluster  test executor= on clusters of Dask and Ray on this machine (10 minutes)"
 	@echo "make test-all  run test, test-full and test-integration, with every cell of tests/resume (hours)"
+	@echo "make streams-matrix  resume streams of shards on all numbers of workers and ranks (15 minutes)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
 	@echo "make docs    build the documentation into build/docs, without network"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
@@ -81,6 +82,10 @@ test-cluster: $(CLUSTER)/.installed
 
 test-all: $(STAMP)-test
 	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=4 --override-ini=faulthandler_timeout=3600 $(ARGS)
+
+streams-matrix: $(STAMP)-test
+	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=4 tests/resume/test_streams_matrix.py \
+		--override-ini=faulthandler_timeout=600 $(ARGS)
 
 check: $(STAMP)-test
 	$(BIN)/ruff check .

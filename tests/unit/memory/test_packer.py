@@ -204,6 +204,7 @@ FLAT = {
     "float32 and float64": [torch.ones(2), torch.ones(2, dtype=torch.float64) / 3],
     "0-d float32 and int": [torch.tensor(1.5), torch.tensor(2)],
     "arrays and tensors": [np.arange(3), torch.arange(3)],
+    "int32 and int64 arrays": [np.arange(3, dtype="i4"), np.arange(3, dtype="i8")],
 }
 
 
@@ -215,6 +216,10 @@ def test_flat_samples_go_the_short_way_and_arrive_as_torch_s(bench, packer, samp
     assert isinstance(layout, FlatLayout)
     arrived = bench.read(pickle.loads(pickle.dumps(layout)), lent=lent)
     assert_same(arrived, collated_by_torch(samples))
+
+
+def test_arrays_of_other_lengths_are_not_taken_for_a_batch_of_as_many_numbers(packer):
+    assert packer.pack([np.arange(3), np.arange(2), np.arange(4)]) is None
 
 
 def test_the_layout_is_the_same_object_while_batches_are_alike(bench, packer):
