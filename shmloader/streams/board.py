@@ -61,15 +61,26 @@ class Board:
         )
         self._facts = facts
         self._is_complete = False
+        # What was last seen in the store of each reader.
+        self._seen = [b""] * len(facts)
         for reader in own:
             self.post(reader)
 
     def post(self, reader: int) -> None:
-        """Post what is known of a reader."""
-        one = self._facts[reader]
-        self._store.set(
-            str(reader), pickle.dumps((one.known, one.is_all, one.positions[-_POSITIONS:]))
-        )
+        """Post what is known of a reader, and add what other ranks have posted meanwhile.
+
+        Several ranks may make batches of one reader, so what one of them posts late must not
+        replace what another one knows already.
+        """
+        while True:
+            one, seen = self._facts[reader], self._seen[reader]
+            value = pickle.dumps((one.known, one.is_all, one.positions[-_POSITIONS:]))
+            if value == seen:
+                return
+            found = self._store.compare_set(str(reader), seen, value)
+            self._add(reader, found)
+            if found == value:
+                return
 
     def read(self) -> None:
         """Add what the other ranks have posted. Does not wait for them."""
@@ -77,12 +88,16 @@ class Board:
         if not self._is_complete and not self._store.check(keys):
             return
         self._is_complete = True
-        for one, data in zip(self._facts, self._store.multi_get(keys), strict=True):
-            known, is_all, positions = pickle.loads(data)
-            if known > one.known or is_all:
-                one.known, one.is_all = max(known, one.known), is_all or one.is_all
-            last = one.positions[-1][0]
-            one.positions += [each for each in positions if each[0] > last]
+        for reader, data in enumerate(self._store.multi_get(keys)):
+            self._add(reader, data)
+
+    def _add(self, reader: int, data: bytes) -> None:
+        one, self._seen[reader] = self._facts[reader], data
+        known, is_all, positions = pickle.loads(data)
+        if known > one.known or is_all:
+            one.known, one.is_all = max(known, one.known), is_all or one.is_all
+        last = one.positions[-1][0]
+        one.positions += [each for each in positions if each[0] > last]
 
 
 def pauses(timeout_s: float, what: str) -> Any:
