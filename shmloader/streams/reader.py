@@ -83,13 +83,33 @@ class Grouped(Stage):
 
     def __init__(self, source: Stage, run: Run, size: int, drop_last: bool) -> None:
         super().__init__(source, run)
-        self._size, self._drop_last = size, drop_last
+        self._size, self._least = size, size if drop_last else 1
+        # The position of the next batch; and those of its records that were read, if any were.
+        self._start = source.state()
+        self._next: Group | None = None
+
+    def has_next(self) -> bool:
+        """Return whether there is a further batch: reads no more of it than that takes."""
+        if self._next is None:
+            self._next = self.source.take(self._least)
+        return len(self._next) >= self._least
 
     def __next__(self) -> Group:
-        items = self.source.take(self._size)
-        if not items or (self._drop_last and len(items) < self._size):
+        if not self.has_next():
             raise StopIteration
+        items, self._next = self._next or [], None
+        items += self.source.take(self._size - len(items))
+        self._start = self.source.state()
         return items
+
+    def state(self) -> State:
+        """Return the position of the next batch."""
+        return self._start
+
+    def restore(self, state: State) -> None:
+        """Go to a position."""
+        self.source.restore(state)
+        self._start, self._next = state, None
 
 
 class Reader:
@@ -130,13 +150,18 @@ class Reader:
 
     def make(self, ahead: int) -> tuple[Group | None, Found]:
         """Return the records of the next batch; None if there is no batch."""
-        self._read(1 + ahead)
+        # That there is a further batch is known before all of it is read.
+        peeks = ahead > 0 and isinstance(self._groups, Grouped)
+        self._read(1 + ahead - peeks)
+        if peeks and not self._is_all:
+            self._is_all = not self._groups.has_next()
         number, group = self.round, None
         if self._ahead:
             group = self._pop()
             for stage in self._maps:
                 group = list(map(stage.apply, group))
         known, count = self.round + len(self._ahead), len(group or ())
+        known += peeks and not self._is_all
         return group, Found(self._run.reader, number, known, self._is_all, self._state, count)
 
     def _read(self, count: int) -> bool:
