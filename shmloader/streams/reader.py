@@ -49,6 +49,12 @@ class Reading:
     def __repr__(self) -> str:
         return f"batch {self.round} of reader {self.reader}"
 
+    def __reduce__(self) -> Any:
+        # One call, for each batch; what dataclasses do takes ten.
+        return Reading, (
+            self.epoch, self.reader, self.round, self.at, self.state, self.ahead, self.route
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -69,6 +75,11 @@ class Found:
     is_all: bool
     state: State
     count: int
+
+    def __reduce__(self) -> Any:
+        return Found, (
+            self.reader, self.round, self.known, self.is_all, self.state, self.count
+        )  # fmt: skip
 
 
 class Grouped(Stage):
