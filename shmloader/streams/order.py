@@ -54,7 +54,8 @@ class ReaderOrder(Order):
         ranks: Finds rank and world size; None for one rank.
         last_batch: With several ranks, what the last step does that has fewer batches than ranks.
             "pad": the other ranks repeat the last batch of all. "discard": the step is left out, as
-            is what is left once fewer readers than ranks have batches.
+            is what is left once fewer readers than ranks have batches. A step of the first
+            round, or of the first two after a resume, is filled up instead.
     """
 
     def __init__(
@@ -171,6 +172,9 @@ class ReaderOrder(Order):
         self._passed = self._gaps = self._forgets_at = 0
         # The steps that were drawn, and what is known of the next one.
         self._found_count = 0
+        # The last round whose steps are not discarded, and that in which the present step began.
+        self._lenient_round = number + (saved is not None)
+        self._step_round = 0
         self._own = None
         self.owed = 0
         self._is_over = False
@@ -261,24 +265,37 @@ class ReaderOrder(Order):
 
     def _next(self) -> Reading:
         """Return the next reading; raise Unknown if more has to be known first."""
-        (rank, world_size), discards = self._cut, self._last_batch == "discard"
+        rank, world_size = self._cut
         while True:
-            own = self._own
-            if own is not None and not (discards and self._found_count % world_size):
+            is_start = self._found_count % world_size == 0
+            discards, own = self._discards, self._own
+            if own is not None and (is_start or not discards):
                 self._own = None
                 return self._reading(*own)
-            following = self._rounds.next(world_size if discards and world_size > 1 else 1)
+            least = world_size if self._last_batch == "discard" and is_start else 1
+            following = self._rounds.next(world_size if discards else least)
             if following is None:
                 return self._end()
+            if is_start:
+                self._step_round = following[0]
             if self._found_count % world_size == rank:
                 self._own = following
             self._found_count += 1
+
+    @property
+    def _discards(self) -> bool:
+        """Whether the present step is left out if it has too few batches.
+
+        Not a step that begins in the first round, or in the first two after a resume: how many
+        batches the next round has may be known only when those of this step were made.
+        """
+        return self._last_batch == "discard" and self._step_round > self._lenient_round
 
     def _end(self) -> Reading:
         """Return the reading that fills up the last step; raise StopIteration if that has one."""
         rank, count = self._cut[0], self._found_count % self._cut[1]
         self._is_over = True
-        if self._last_batch == "discard" or not count or rank < count:
+        if self._discards or not count or rank < count:
             raise StopIteration
         # The last batch of all, on each of these ranks.
         self.repeats = self._passed + len(self._drawn) + 1
