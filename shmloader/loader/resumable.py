@@ -518,7 +518,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
         A stream would count the records of all shards.
         """
-        if self._is_iterable or self._stream is not None:
+        if self._dataset_kind == _DatasetKind.Iterable:
             return None
         try:
             return len(self.dataset)  # type: ignore[arg-type]
