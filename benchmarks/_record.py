@@ -28,6 +28,13 @@ def select(runs: Sequence[Run], case: str, peer: str) -> list[Run]:
     return [run for run in runs if (run.case, run.peer) == (case, peer)]
 
 
+def values_of(runs: Sequence[Run], case: str, kind: str, name: str) -> list[float]:
+    """Return a figure of all runs of a case and kind that have it."""
+    return [
+        run.figures[name] for run in select(runs, case, kind) if run.figures and name in run.figures
+    ]
+
+
 class Record:
     """All runs of a campaign, in a file of JSON lines. The first line describes the campaign."""
 

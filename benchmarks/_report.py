@@ -80,6 +80,14 @@ The last column says who leads, if all rounds agree."""
 _FIRST = Figure("first_s", "first batch, s", ".2f", less=True)
 _MAIN = Figure("main_us", "main process, µs of CPU a batch", ",.0f", less=True)
 
+# The figures of rows of texts.
+_OF_TEXTS = (
+    Figure("batches_per_s", "batches/s", ",.0f", less=False),
+    Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
+    _MAIN,
+    _FIRST,
+)
+
 ROWS = {
     "A": Row(
         "tiny samples, no work: one int, batch 1",
@@ -180,35 +188,20 @@ ROWS = {
         "512 texts of 10–500 tokens, padded: arrays and lists of ints, by `Pad`, and in torch's "
         "loader by `pad_sequence`; dicts of these, with a mask, and by transformers' "
         "`DataCollatorWithPadding`",
-        (
-            Figure("batches_per_s", "batches/s", ",.0f", less=False),
-            Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
-            _MAIN,
-            _FIRST,
-        ),
+        _OF_TEXTS,
         "as many processes that index the dataset and do nothing else",
     ),
     "M": Row(
         "64 texts of 16,384 tokens in all, packed by `Pack`, and in torch's loader by "
         "transformers' `DataCollatorWithFlattening`, with all that variable-length attention reads",
-        (
-            Figure("batches_per_s", "batches/s", ",.0f", less=False),
-            Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
-            _MAIN,
-            _FIRST,
-        ),
+        _OF_TEXTS,
         "as many processes that index the dataset and do nothing else",
     ),
     "N": Row(
         "a tokenised `datasets.Dataset` (`with_format(\"torch\")`) in a file that is mapped, "
         "shuffled: 64 × 1,024 tokens and their mask; and 64 to 1,024 tokens each, by `Pad`, and in "
         "torch's loader by `pad_sequence`",
-        (
-            Figure("batches_per_s", "batches/s", ",.0f", less=False),
-            Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
-            _MAIN,
-            _FIRST,
-        ),
+        _OF_TEXTS,
         _DELIVERED,
     ),
     "O": Row(

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from _campaign import Campaign, Cells
-from _record import Run, select
+from _record import Run, values_of
 from _sections import judge, write_table
 from _spread import with_spread_if_any
 
@@ -141,22 +141,16 @@ def report(runs: Sequence[Run], machine: Mapping[str, str], is_smallest: bool) -
     ]
 
 
-def _values(runs: Sequence[Run], case: str, kind: str, name: str) -> list[float]:
-    return [
-        run.figures[name] for run in select(runs, case, kind) if run.figures and name in run.figures
-    ]
-
-
 def _way(runs: Sequence[Run], way: str) -> list[str]:
     names = ("fill", "padding", *(f"ratio_{size}" for size in WORLD_SIZES))
-    found = [_values(runs, "batches", way, name) for name in names]
+    found = [values_of(runs, "batches", way, name) for name in names]
     return [way, *(with_spread_if_any(values, ".4f") if values else "" for values in found)]
 
 
 def _times(runs: Sequence[Run], case: str) -> list[str]:
     cells = [case]
     for name, (_, factor, spec) in TIMES.items():
-        values = [value * factor for value in _values(runs, case, "plan", name)]
+        values = [value * factor for value in values_of(runs, case, "plan", name)]
         cells.append(with_spread_if_any(values, spec) if values else "not run")
     return cells
 
@@ -164,11 +158,11 @@ def _times(runs: Sequence[Run], case: str) -> list[str]:
 def _goals(runs: Sequence[Run]) -> list[list[str]]:
     best = "packed, balanced by attention"
     goals = (
-        ("fill", _values(runs, "batches", best, "fill"), 0.99, False),
-        ("max/mean, 8 ranks", _values(runs, "batches", best, "ratio_8"), 1.02, True),
-        ("1,000,000 samples, s", _values(runs, "1,000,000", "plan", "all_s"), 1, True),
-        ("10,000,000 samples, s", _values(runs, "10,000,000", "plan", "all_s"), 10, True),
-        ("first batch of these, s", _values(runs, "10,000,000", "plan", "first_s"), 0.05, True),
+        ("fill", values_of(runs, "batches", best, "fill"), 0.99, False),
+        ("max/mean, 8 ranks", values_of(runs, "batches", best, "ratio_8"), 1.02, True),
+        ("1,000,000 samples, s", values_of(runs, "1,000,000", "plan", "all_s"), 1, True),
+        ("10,000,000 samples, s", values_of(runs, "10,000,000", "plan", "all_s"), 10, True),
+        ("first batch of these, s", values_of(runs, "10,000,000", "plan", "first_s"), 0.05, True),
     )
     return [
         [f"{name}: {statistics.median(values):.3g}", *judge(values, wanted, is_most=is_most)]

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from _campaign import Campaign, Cells
-from _record import Run, select
+from _record import Run, values_of
 from _sections import judge, write_table
 from _spread import with_spread_if_any
 
@@ -169,11 +169,11 @@ def _run(name: str, kind: str, round_: int, is_smallest: bool) -> Cells:  # noqa
 def report(runs: Sequence[Run], machine: Mapping[str, str], is_smallest: bool) -> list[str]:  # noqa: ARG001
     """Return the lines of the section of RESULTS.md."""
     rows = [
-        [case, kind, name, with_spread_if_any(_values(runs, case, kind, name), ".4g")]
+        [case, kind, name, with_spread_if_any(values_of(runs, case, kind, name), ".4g")]
         for case, kinds in CASES.items()
         for kind in kinds
         for name in ("state_bytes", "next_s", "exact", "failed_requests", "epoch_s")
-        if _values(runs, case, kind, name)
+        if values_of(runs, case, kind, name)
     ]
     return [
         "## Streams of shards",
@@ -188,26 +188,25 @@ def report(runs: Sequence[Run], machine: Mapping[str, str], is_smallest: bool) -
     ]
 
 
-def _values(runs: Sequence[Run], case: str, kind: str, name: str) -> list[float]:
-    return [
-        run.figures[name] for run in select(runs, case, kind) if run.figures and name in run.figures
-    ]
-
-
 def _goals(runs: Sequence[Run]) -> list[list[str]]:
     def to_begin(kind: str) -> list[float]:
-        begin = _values(runs, "10,000 shards", f"begin{kind}", "next_s")
-        go_on = _values(runs, "10,000 shards", f"go on{kind}", "next_s")
+        begin = values_of(runs, "10,000 shards", f"begin{kind}", "next_s")
+        go_on = values_of(runs, "10,000 shards", f"go on{kind}", "next_s")
         return [one / other for one, other in zip(go_on, begin, strict=False)]
 
     goals = (
-        ("state, window, bytes", _values(runs, "state", "window", "state_bytes"), 2_048, True),
-        ("state, rolling, bytes", _values(runs, "state", "rolling", "state_bytes"), 204_800, True),
+        ("state, window, bytes", values_of(runs, "state", "window", "state_bytes"), 2_048, True),
+        (
+            "state, rolling, bytes",
+            values_of(runs, "state", "rolling", "state_bytes"),
+            204_800,
+            True,
+        ),
         ("10,000 shards, go on to begin, no workers", to_begin(""), 1.5, True),
         ("10,000 shards, go on to begin, 2 workers", to_begin(", 2 workers"), 1.5, True),
-        ("rolling, tar, go on, s", _values(runs, "rolling, tar", "go on", "next_s"), 1, True),
-        ("100,000 shards, s", _values(runs, "100,000 shards", "begin", "next_s"), 2, True),
-        ("server, exact", _values(runs, "server", "2 workers", "exact"), 1, False),
+        ("rolling, tar, go on, s", values_of(runs, "rolling, tar", "go on", "next_s"), 1, True),
+        ("100,000 shards, s", values_of(runs, "100,000 shards", "begin", "next_s"), 2, True),
+        ("server, exact", values_of(runs, "server", "2 workers", "exact"), 1, False),
     )
     return [
         [f"{name}: {statistics.median(values):.3g}", *judge(values, wanted, is_most=is_most)]

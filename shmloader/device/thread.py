@@ -20,6 +20,7 @@ The module is long because the thread, its owner and its user share the state of
 """
 
 import collections
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -304,8 +305,8 @@ class StagedEngine:
         if thread is None:
             self._engine.check_open()
             raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
-        if not self._tickets_out:
-            self._draw_owed(thread, may_wait=True)
+        if self._readings is not None and not self._tickets_out:
+            self._readings.draw_owed(functools.partial(self._draw_one, thread), may_wait=True)
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             item = self._wait_for_result(thread, deadline)
@@ -344,23 +345,13 @@ class StagedEngine:
         if result.delivery is not None:  # otherwise an exception that replaces no batch
             self._tickets_out -= 1
             self._draw_one(thread)  # which wakes the engine
-            self._draw_owed(thread)
+            if self._readings is not None:
+                self._readings.draw_owed(functools.partial(self._draw_one, thread))
         self.delivery = result.delivery
         if result.error is not None:
             raise Instead(result.error)
         self.staged = result.staged
         return self._stage.deliver(result.batch)
-
-    def _draw_owed(self, thread: EngineThread, *, may_wait: bool = False) -> None:
-        """Draw tickets that could not be drawn before; see :meth:`Engine._offer_owed`."""
-        readings = self._readings
-        for number in range(0 if readings is None else readings.pop_owed()):
-            assert readings is not None
-            readings.may_wait = may_wait and not number
-            try:
-                self._draw_one(thread)
-            finally:
-                readings.may_wait = False
 
     def _wait_for_result(self, thread: EngineThread, deadline: float | None) -> Item:
         """Wait for the thread's next item, and return it."""

@@ -301,7 +301,9 @@ class Engine:
             if scheduler.is_exhausted and not self._awaits_tickets():
                 if own is not None and own.has_ticket:
                     continue
-                if self._readings is not None and self._offer_owed(may_wait=True):
+                if self._readings is not None and self._readings.draw_owed(
+                    self._offer, may_wait=True
+                ):
                     continue
                 self._raise_end()
             if own is None:  # otherwise the user's thread keeps the deadline
@@ -367,7 +369,7 @@ class Engine:
         if self._memory is None:
             self._offer()
             if self._readings is not None:
-                self._offer_owed()
+                self._readings.draw_owed(self._offer)
             return answer.content
         try:
             batch = self._build(self._memory, ticket, answer)
@@ -378,7 +380,7 @@ class Engine:
             raise Instead(not_an_end(error, "unpickling a batch")) from None
         self._offer()
         if self._readings is not None:
-            self._offer_owed()
+            self._readings.draw_owed(self._offer)
         return batch
 
     def _build(self, memory: SlotMemory, ticket: Ticket, answer: Batch) -> object:
@@ -455,22 +457,6 @@ class Engine:
         scheduler.offer(indices, drawn_ns)
         if scheduler.unsent:
             self._send_tasks(drawn_ns)
-
-    def _offer_owed(self, *, may_wait: bool = False) -> int:
-        """Offer tickets that could not be drawn before, and return how many there were.
-
-        If nothing is in flight, it is waited for other ranks (``may_wait``).
-        """
-        readings = self._readings
-        owed = 0 if readings is None else readings.pop_owed()
-        for number in range(owed):
-            assert readings is not None
-            readings.may_wait = may_wait and not number
-            try:
-                self._offer()
-            finally:
-                readings.may_wait = False
-        return owed
 
     def _offer_another(self, *, is_addition: bool = False) -> None:
         """Offer a ticket in place of one that yields no batch, or in addition to all others."""

@@ -494,7 +494,6 @@ class DataLoader(ResumableLoader[_T_co]):
             plan.newest.check_workers(count)
             dataset, collates = stream, stream.is_batched
             collate_fn = stream.collate or collate_fn
-            is_map = True
         order = None if sharing.ranks is None else self._present_plan.order
         keeps_size = on_error == "skip" and self._is_in_ranks
         fetch = FetchConfig(

@@ -9,7 +9,7 @@ Used on the user's thread, apart from :meth:`ReaderOrder.hear`.
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -398,7 +398,18 @@ class Readings(Iterator[Reading]):
     def __next__(self) -> Reading:
         return self._order.next(may_wait=self.may_wait)
 
-    def pop_owed(self) -> int:
-        """Return how many readings are to be drawn again, since they could not be drawn before."""
+    def draw_owed(self, draw: Callable[[], object], *, may_wait: bool = False) -> int:
+        """Draw readings again that could not be drawn before, and return how many there were.
+
+        Args:
+            draw: Draws one.
+            may_wait: Whether to wait for other ranks with the first one.
+        """
         owed, self._order.owed = self._order.owed, 0
+        for number in range(owed):
+            self.may_wait = may_wait and not number
+            try:
+                draw()
+            finally:
+                self.may_wait = False
         return owed

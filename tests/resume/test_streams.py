@@ -1,6 +1,6 @@
 """Streams of shards: the same batches, in the same order, on any workers and ranks."""
 
-import copy
+import functools
 import json
 import random
 from itertools import chain
@@ -10,7 +10,7 @@ import torch.distributed
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import JsonlFormat, Shards, open_jsonl
-from tests.streams.support import write_jsonl
+from tests.streams.support import run_ranks, write_jsonl
 
 # A function of a path cannot seek, and there are many workers for few readers.
 pytestmark = pytest.mark.filterwarnings(
@@ -44,34 +44,8 @@ def wanted(**options):
 
 
 def run(world_size, num_workers, *, steps=None, state=None, last_batch="pad", **options):
-    """Iterate the loaders of all ranks in step. Returns their batches, and the states after."""
-    store = torch.distributed.HashStore()
-    loaders = [
-        ShardedDataLoader(
-            make_stream(store=store, **options),
-            batch_size=None,
-            rank=rank,
-            world_size=world_size,
-            num_workers=num_workers,
-            last_batch=last_batch,
-        )
-        for rank in range(world_size)
-    ]
-    for loader in loaders:
-        if state is not None:
-            loader.load_state_dict(copy.deepcopy(state))
-    iterators, batches = [iter(loader) for loader in loaders], []
-    while steps is None or steps:
-        step = [next(iterator, None) for iterator in iterators]
-        if step[0] is None:
-            assert step == [None] * world_size
-            break
-        batches += [batch.tolist() for batch in step]
-        steps = None if steps is None else steps - 1
-    states = [loader.state_dict() for loader in loaders]
-    for loader in loaders:
-        loader.close()
-    return batches, states
+    make = functools.partial(make_stream, **options)
+    return run_ranks(make, world_size, num_workers, steps, state, last_batch=last_batch)
 
 
 @pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 1), (5, 0), (9, 0)])

@@ -5,17 +5,15 @@ for the second and the third stop. ``make test`` runs a few cells, ``make test-f
 ``make streams-matrix`` all.
 """
 
-import copy
 import functools
 import itertools
 import os
 import random
 
 import pytest
-import torch.distributed
 
-from shmloader import ShardedDataLoader
 from shmloader.streams import Shards, mix
+from tests.streams.support import run_ranks
 
 COUNTS = (1, 2, 5, 8)
 PLACES = list(itertools.product(COUNTS, COUNTS))  # workers, ranks
@@ -58,35 +56,6 @@ def unbroken():
     return [batch.tolist() for batch in make_stream()]
 
 
-def run(workers, world_size, steps, state):
-    """Iterate the loaders of all ranks in step. Returns their batches, and the states after."""
-    store = torch.distributed.HashStore()
-    loaders = [
-        ShardedDataLoader(
-            make_stream(store),
-            batch_size=None,
-            rank=rank,
-            world_size=world_size,
-            num_workers=workers,
-        )
-        for rank in range(world_size)
-    ]
-    for loader in loaders:
-        if state is not None:
-            loader.load_state_dict(copy.deepcopy(state))
-    iterators, batches = [iter(loader) for loader in loaders], []
-    for _ in range(steps):
-        step = [next(iterator, None) for iterator in iterators]
-        if step[0] is None:
-            assert step == [None] * world_size
-            break
-        batches += [batch.tolist() for batch in step]
-    states = [loader.state_dict() for loader in loaders]
-    for loader in loaders:
-        loader.close()
-    return batches, states
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -99,7 +68,7 @@ def test_the_order_is_the_same_on_any_workers_and_ranks(before, after):
         is_last = number == len(places) - 1
         left = (len(expected) - len(got)) // world_size
         steps = len(expected) if is_last else draw.randint(0, left // 2)
-        batches, states = run(workers, world_size, steps, state)
+        batches, states = run_ranks(make_stream, world_size, workers, steps, state)
         state = draw.choice(states)
         got += batches
     assert got[: len(expected)] == expected

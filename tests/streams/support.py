@@ -1,5 +1,6 @@
 """Writes shards, and returns the records that they have."""
 
+import copy
 import gzip
 import io
 import json
@@ -7,6 +8,9 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import torch.distributed
+
+from shmloader import ShardedDataLoader
 
 
 def write(path, data):
@@ -94,3 +98,37 @@ def write_jsonl(path, count, seed=0):
         path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
     )
     return records
+
+
+def run_ranks(make_stream, world_size, num_workers, steps=None, state=None, **arguments):
+    """Iterate the loaders of all ranks in step, to the end or for so many steps.
+
+    Returns their batches, and their states after these.
+    """
+    store = torch.distributed.HashStore()
+    loaders = [
+        ShardedDataLoader(
+            make_stream(store=store),
+            batch_size=None,
+            rank=rank,
+            world_size=world_size,
+            num_workers=num_workers,
+            **arguments,
+        )
+        for rank in range(world_size)
+    ]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(copy.deepcopy(state))
+    iterators, batches = [iter(loader) for loader in loaders], []
+    while steps is None or steps:
+        step = [next(iterator, None) for iterator in iterators]
+        if step[0] is None:
+            assert step == [None] * world_size
+            break
+        batches += [batch.tolist() for batch in step]
+        steps = None if steps is None else steps - 1
+    states = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    return batches, states
