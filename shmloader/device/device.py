@@ -122,10 +122,15 @@ class PageLocks:
         locked = [slot for slot in slots if slot.address in self._locked]
         if os.getpid() == self._pid and locked:
             with self._reading:
-                for backend in self._backends:
-                    backend.finish()
-                for slot in locked:
-                    self.unlock(slot)
+                # A call, so that an interruption comes inside of it: one between the end of a loop
+                # and the release of the lock would leave the lock taken.
+                self._wait_and_unlock(locked)
+
+    def _wait_and_unlock(self, slots: Iterable[Slot]) -> None:
+        for backend in self._backends:
+            backend.finish()
+        for slot in slots:
+            self.unlock(slot)
 
     @contextlib.contextmanager
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
