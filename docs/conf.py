@@ -1,4 +1,4 @@
-"""Settings of the documentation. `make docs` builds it, without network."""
+"""Settings of the documentation. Building needs no network; `make docs` installs Sphinx first."""
 
 import re
 import sys
@@ -66,8 +66,22 @@ napoleon_custom_sections = sorted(
 )
 
 
+# ---------------------------------------------------------------- what only the site shows
+
+# Pages are read in the repository, too, where directives would be raw text: comments hide them.
+SITE = re.compile(r"<!-- site\n(.*?)\n-->", re.DOTALL)
+REPOSITORY = re.compile(r"<!-- repository -->.*?<!-- end -->", re.DOTALL)
+
+
+def choose_for_site(_app: Any, _page: str, source: list[str]) -> None:
+    """Show what only the site can show, and leave out what only the repository's readers need."""
+    source[0] = SITE.sub(r"\n\1\n", source[0])
+    source[0] = REPOSITORY.sub(lambda found: "\n" * found[0].count("\n"), source[0])
+
+
 def setup(app: Any) -> None:
     """Sphinx calls this at its start."""
+    app.connect("source-read", choose_for_site)
     app.connect("autodoc-process-docstring", name_groups, priority=400)  # before napoleon
 
 

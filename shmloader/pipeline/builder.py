@@ -52,17 +52,18 @@ class PipelineBuilder:
         def decode(data):
             return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-        pipeline = (
-            PipelineBuilder()
-            .add_source(range(256))
-            .pipe(download, concurrency=64)
-            .pipe(decode, concurrency=2, executor="process")
-            .aggregate(32)
-            .add_sink(4)
-            .build(num_threads=8)
-        )
-        for tensors in pipeline:
-            batch = torch.stack(tensors)
+        if __name__ == "__main__":
+            pipeline = (
+                PipelineBuilder()
+                .add_source(range(256))
+                .pipe(download, concurrency=64)
+                .pipe(decode, concurrency=2, executor="process")
+                .aggregate(32)
+                .add_sink(4)
+                .build(num_threads=8)
+            )
+            for tensors in pipeline:
+                batch = torch.stack(tensors)
     """
 
     __module__ = "shmloader"  # users import it from there

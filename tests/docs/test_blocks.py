@@ -1,11 +1,13 @@
-"""Every code block of the README and the documentation runs as it stands.
+"""Every code block of the README and the documentation runs as pasted into a file of its own.
 
-Each Python block runs alone, as pasted into a file. Where a page says that its blocks continue the
-ones before them, they run one after the other in one namespace.
+Where a page says at its top that its blocks continue the ones before them, they run one after the
+other, as pasted into one file. Blocks with worker processes also run under forkserver, the default
+of Python 3.14, where each worker imports the file.
 """
 
 import ast
 import gc
+import multiprocessing
 import re
 import shlex
 import sys
@@ -24,6 +26,8 @@ README = ROOT / "README.md"
 
 # The pages with blocks; those that are included from elsewhere have none of their own.
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+CONTINUES = "Every block on this page continues the ones"
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def python_runs() -> list[object]:
         blocks = [block for block in blocks_of(path) if block.language == "python"]
         # tests/frameworks runs those that need a framework.
         blocks = [block for block in blocks if "shmloader.integrations" not in block.code]
-        continues = "Every block on this page continues the ones" in path.read_text()
+        continues = CONTINUES in path.read_text()
         runs += [blocks] if continues else [[block] for block in blocks]
     runs += [[block] for block in DOCSTRING_BLOCKS if block.language == "python"]
     return [pytest.param(run, id=run[0].name) for run in runs]
@@ -114,17 +118,75 @@ def shell_blocks() -> list[object]:
     return [pytest.param(block, id=block.name) for block in blocks if block.language == "sh"]
 
 
-@pytest.mark.parametrize("run", python_runs())
-def test_python_blocks_run_as_they_stand(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    module = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", module)
+def paste(run: list[Block], folder: Path) -> Path:
+    """Writes blocks into a file, on the lines that they have on their page."""
+    lines: list[str] = []
     for block in run:
-        # The line numbers of a traceback are those of the page.
-        padded = "\n" * (block.line - 1) + block.code
-        exec(compile(padded, str(block.path), "exec"), module.__dict__)
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    path = folder / f"{run[0].path.stem.replace('-', '_')}_as_pasted.py"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run_pasted(run: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    path = paste(run, folder)
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)  # workers of spawn and forkserver import it
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     module.__dict__.clear()
     gc.collect()
+
+
+def has_worker_processes(code: str) -> bool:
+    starts = re.search(r"num_workers=(?!0)|executor=['\"]process['\"]|ProcessPoolExecutor", code)
+    return starts is not None and "thread_pool=True" not in code
+
+
+RUNS_WITH_WORKERS = [
+    run for run in python_runs() if any(has_worker_processes(block.code) for block in run.values[0])
+]
+
+
+def unguarded(code: str) -> str:
+    """The statements that run when a worker imports the code."""
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return "\n".join(
+        ast.unparse(node)
+        for node in ast.parse(code).body
+        if not isinstance(node, definitions)
+        and not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
+    )
+
+
+@pytest.mark.parametrize("run", python_runs())
+def test_python_blocks_run_as_pasted(run, tmp_path, monkeypatch):
+    run_pasted(run, tmp_path, monkeypatch)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("run", RUNS_WITH_WORKERS)
+def test_blocks_with_workers_run_where_workers_import_the_file(run, tmp_path, monkeypatch):
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        run_pasted(run, tmp_path, monkeypatch)
+    finally:
+        multiprocessing.set_start_method(None, force=True)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks_with_workers_have_a_main_guard(path):
+    for block in blocks_of(path):
+        if block.language == "python":
+            assert not has_worker_processes(unguarded(block.code)), block.name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_says_at_its_top_that_its_blocks_continue(path):
+    top = path.read_text().partition("```")[0]
+    assert (CONTINUES in top) == (CONTINUES in path.read_text())
 
 
 @pytest.mark.parametrize("block", shell_blocks())

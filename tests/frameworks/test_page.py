@@ -1,8 +1,8 @@
-"""The blocks of the page about frameworks run as they stand, where the frameworks are."""
+"""The blocks of the page about frameworks run as pasted, where the frameworks are."""
 
 import pytest
 
-from tests.docs.test_blocks import ROOT, blocks_of
+from tests.docs.test_blocks import ROOT, blocks_of, run_pasted
 
 PAGE = ROOT / "docs" / "howto" / "frameworks.md"
 BLOCKS = [
@@ -13,9 +13,8 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_blocks_run_as_they_stand(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block.code, block.name, "exec"), {"__name__": "page"})
+def test_blocks_run_as_pasted(block, tmp_path, monkeypatch):
+    run_pasted([block], tmp_path, monkeypatch)
 
 
 def test_the_page_has_blocks_for_frameworks():

@@ -1,0 +1,34 @@
+"""Pages read as plain Markdown in the repository, where the README links to them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_blocks import PAGES, ROOT
+
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+CODE = re.compile(r"```\w*\n.*?^ *```$", re.DOTALL | re.MULTILINE)
+
+PLAIN = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
+IDS = [str(path.relative_to(ROOT)) for path in PLAIN]
+
+
+def shown_text(path: Path) -> str:
+    """What a page shows that is rendered as plain Markdown, without blocks of code."""
+    return CODE.sub("", COMMENT.sub("", path.read_text()))
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=IDS)
+def test_pages_show_no_roles_and_no_directives(path):
+    raw = r"\{[a-z:-]+\}`[^`]*`|^ *[`:]{3,}\{.*$|^:\w+:.*$"
+    found = re.findall(raw, shown_text(path), re.MULTILINE)
+    assert not found, "put directives into a comment `<!-- site … -->`, and link what it shows"
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=IDS)
+def test_what_only_the_site_shows_has_a_link_beside_it(path):
+    """An included program or text can be opened from the page in the repository."""
+    text = path.read_text()
+    for included in re.findall(r"^```\{(?:literal)?include\} (\S+)", text, re.MULTILINE):
+        assert f"]({included})" in text, included
