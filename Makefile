@@ -42,7 +42,7 @@ help:
 	@echo "make test-all  run test, test-full and test-integration, with every cell of tests/resume (hours)"
 	@echo "make streams-matrix  resume streams of shards on all numbers of workers and ranks (15 minutes)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
-	@echo "make docs    build the documentation into build/docs, without network"
+	@echo "make docs    build the documentation into build/docs (installs Sphinx the first time)"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make bench-peers  compare with other loaders; ROWS=AB selects workloads (benchmarks/peers.py)"
 	@echo "make bench-host  compare one pool of workers for a host's ranks with pools of their own"
