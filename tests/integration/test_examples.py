@@ -3,12 +3,14 @@
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150  # they take some ten seconds, one of them twenty; a busy machine may take longer
@@ -85,6 +87,7 @@ def test_train_digits_learns_the_same_from_both_loaders():
         ("train_digits.py --num-workers -1", ["--num-workers"]),
         ("train_digits.py --batch-size many", ["--batch-size", "'many'"]),
         ("train_digits.py --loader other", ["--loader", "other"]),
+        (f"train_images.py {ROOT / 'docs'}", ["docs has no subfolders of .jpg files"]),
         ("jpeg_folder.py /missing", ["/missing is not a folder"]),
         ("resume.py --samples 0", ["--samples", "0"]),
         ("http_images.py --images 0", ["--images", "'0'", "from 1 up"]),
@@ -145,6 +148,35 @@ def test_resume_gives_the_same_hash_after_a_kill():
     assert any("kills itself after step 16" in line for line in lines)
     assert any("goes on in epoch 1 at batch 5, step 15" in line for line in lines)
     assert lines[-1] == "The hashes are equal."
+
+
+@pytest.mark.slow
+def test_train_images_ends_with_the_same_weights_after_a_kill(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    result = run_example("train_images.py", str(whole))
+    assert result.returncode == 0, result.stderr
+    *_, accuracy_line, _ = result.stdout.splitlines()
+    match = re.fullmatch(r"epoch 2: ([\d.]+)% right", accuracy_line)
+    assert match, accuracy_line
+    assert float(match[1]) > 95
+
+    program = str(ROOT / "examples" / "train_images.py")
+    with subprocess.Popen(
+        [sys.executable, program, str(broken)], stdout=subprocess.PIPE, text=True
+    ) as killed:
+        for line in killed.stdout:
+            if line.startswith("epoch 0: checkpoint"):
+                break
+        killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    result = run_example("train_images.py", str(broken), "--num-workers", "1")
+    assert result.returncode == 0, result.stderr
+    assert re.match(r"resumes in epoch [012]\n", result.stdout)
+
+    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, broken)]
+    assert states[0]["training"] == states[1]["training"]
+    for name, weights in states[0]["network"].items():
+        assert torch.equal(weights, states[1]["network"][name]), name
 
 
 def test_http_images_loads_the_same_images_in_both_ways(tmp_path):
