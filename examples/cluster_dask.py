@@ -1,6 +1,6 @@
 """Make batches on a Dask cluster: here, on two processes of this machine.
 
-    pip install 'shmloader[dask]'
+    pip install 'dask[distributed]'
     python examples/cluster_dask.py
 
 On a real cluster, give the scheduler's address: ``distributed.Client("tcp://scheduler:8786")``.

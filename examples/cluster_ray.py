@@ -1,6 +1,6 @@
 """Make batches on a Ray cluster: here, on this machine.
 
-    pip install 'shmloader[ray]'
+    pip install ray
     python examples/cluster_ray.py
 
 To connect to a real cluster, call ``ray.init("auto")``.

@@ -1,6 +1,6 @@
 """Train on two processes of Ray Train, lose one of them, and continue from the last checkpoint.
 
-    pip install 'shmloader[ray]' 'ray[train]'
+    pip install 'ray[train]'
     python examples/cluster_train.py
     python examples/cluster_train.py --executor    # batches are made by tasks of the cluster
 

@@ -34,7 +34,7 @@ try:
     from sklearn.datasets import load_sample_images
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"{error}. The examples need: pip install 'shmloader[examples]'")
+    sys.exit(f"{error}. This example needs: pip install pillow scikit-learn tqdm")
 
 SIDE = 224  # of all images, in pixels
 TIMEOUT_S = 30

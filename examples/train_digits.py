@@ -25,7 +25,7 @@ try:
     from sklearn.model_selection import train_test_split
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"{error}. The examples need: pip install 'shmloader[examples]'")
+    sys.exit(f"{error}. This example needs: pip install scikit-learn tqdm")
 
 LOADERS = {"shmloader": shmloader.DataLoader, "torch": torch.utils.data.DataLoader}
 

@@ -1,8 +1,8 @@
 """``shmloader.cluster``: executors on Dask and on Ray, for ``DataLoader(..., executor=...)``.
 
 loky, MPI and the standard library have executors of their own, which are passed as they are. Dask
-and Ray are extras (``pip install shmloader[dask]``, ``shmloader[ray]``) and imported when they are
-used.
+and Ray are extras (``pip install 'dask[distributed]'``, ``pip install ray``) and imported when they
+are used.
 """
 
 import concurrent.futures
@@ -196,7 +196,7 @@ class RayExecutor(_ClusterExecutor):
         try:
             self._ray: Any = importlib.import_module("ray")
         except ModuleNotFoundError as error:
-            error.add_note("RayExecutor needs Ray: pip install 'shmloader[ray]'")
+            error.add_note("RayExecutor needs Ray: pip install ray")
             raise
         if not self._ray.is_initialized():
             self._ray.init()

@@ -181,7 +181,7 @@ def _arrow_batches(path: str) -> Iterator[tuple[list[str], Iterator[Any]]]:
 
 
 def _missing(path: str) -> ImportError:
-    return ImportError(f"reading {path} takes pyarrow: install the extra shmloader[streams]")
+    return ImportError(f"reading {path} takes pyarrow: pip install pyarrow")
 
 
 def _is_needed(first: int, end: int, start: int, wanted: _Wanted) -> bool:

@@ -53,7 +53,7 @@ def download(
     try:
         import fsspec  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError(f"reading {url} takes fsspec: install shmloader[streams]") from error
+        raise ImportError(f"reading {url} takes fsspec: pip install 'fsspec[http]'") from error
     for attempt in range(ATTEMPTS):
         try:
             files, remote = fsspec.url_to_fs(url, **_with_defaults(url, options))

@@ -73,9 +73,7 @@ def _open_zstd(path: str) -> Any:
     try:
         import zstandard  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError(
-            f"{path} is compressed by zstd: install the extra shmloader[streams]"
-        ) from error
+        raise ImportError(f"{path} is compressed by zstd: pip install zstandard") from error
     file = Path(path).open("rb")  # noqa: SIM115 - the reader closes it
     return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
 

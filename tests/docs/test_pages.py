@@ -32,3 +32,11 @@ def test_what_only_the_site_shows_has_a_link_beside_it(path):
     text = path.read_text()
     for included in re.findall(r"^```\{(?:literal)?include\} (\S+)", text, re.MULTILINE):
         assert f"]({included})" in text, included
+
+
+@pytest.mark.parametrize("folder", ["README.md", "docs", "examples", "shmloader"])
+def test_nothing_is_to_be_installed_from_an_index_that_lacks_it(folder):
+    """There is no release: `pip install shmloader[...]` cannot work, so the package is named."""
+    files = [ROOT / folder, *(ROOT / folder).rglob("*.md"), *(ROOT / folder).rglob("*.py")]
+    for path in filter(Path.is_file, files):
+        assert not re.search(r"install .*shmloader\[", path.read_text()), path

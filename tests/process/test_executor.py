@@ -364,7 +364,7 @@ def test_without_ray_its_executor_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError) as caught:
         RayExecutor()
-    assert "pip install 'shmloader[ray]'" in caught.value.__notes__[0]
+    assert "pip install ray" in caught.value.__notes__[0]
 
 
 def test_a_killed_process_is_one_clear_error_and_the_state_has_all_the_rest(
