@@ -28,6 +28,7 @@ exists for the tests.
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep
 ``file_locks``          locks on cached shards: a forked child closes its copies of the descriptors
+``exporters``           for each registry of Prometheus, what exports loaders to it
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
 """
@@ -110,6 +111,7 @@ class ProcessState:
         self.slot_writer: Any = None
         self.tasks = Tasks()
         self.file_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.exporters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.installation: Any = None
 
     def all_arenas(self) -> list[Any]:

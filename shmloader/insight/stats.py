@@ -1,8 +1,8 @@
 """The statistics of a loader, frozen, and how they print."""
 
 import enum
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple
 
 from shmloader.grammar import as_html, counted, seconds, size
 
@@ -70,6 +70,17 @@ class Times(NamedTuple):
     device: float = 0.0
     end: float = 0.0
     other: float = 0.0
+
+
+def as_plain(value: Any) -> Any:
+    """Return statistics as dicts, lists, strings, numbers and None, which ``json.dumps`` takes."""
+    if isinstance(value, Times):
+        return value._asdict()
+    if is_dataclass(value):
+        return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [as_plain(each) for each in value]
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +254,15 @@ class LoaderStats:
             f"{self.samples_per_s:,.0f} samples/s, waited {seconds(self.wait.total_s)} "
             f"({self.wait.share:.0%})>"
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by their names, as values that ``json.dumps`` takes.
+
+        ``wait``, ``stages``, ``slots`` and ``machine`` are dicts, and ``workers`` is a list of
+        dicts. The end of a name is its unit: ``_s`` for seconds, ``bytes`` for bytes, ``share`` for
+        0 to 1. ``finding`` is its text.
+        """
+        return dict(as_plain(self))
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""

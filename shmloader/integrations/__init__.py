@@ -3,7 +3,8 @@
 Each adapter is a module. ``accelerate``, ``lightning`` and ``ray`` import their framework.
 ``transformers`` does not, and neither does ``seeding``, which adapts transforms of Albumentations
 and MONAI. Where no adapter is needed, or :func:`shmloader.install` suffices, there is none:
-``docs/howto/frameworks.md`` lists what each framework needs.
+``docs/howto/frameworks.md`` lists what each framework needs. ``prometheus`` is for no framework: it
+exports metrics of loaders.
 
 ``accelerate`` and ``ray`` share the functions here. They make loaders with the class and the
 arguments of another loader, but other samples.

@@ -5,8 +5,10 @@ run must not name another stage.
 """
 
 import dataclasses
+from typing import Any
 
 from shmloader.grammar import as_html, counted, seconds
+from shmloader.insight.stats import as_plain
 from shmloader.insight.verdict import IDLE_SHARE
 from shmloader.pipeline.flow import Flow
 
@@ -85,6 +87,14 @@ class PipelineStats:
     def verdict(self) -> str:
         """What limits the speed and what to change, in one or two sentences."""
         return _judge(self)[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and properties by name, as values that ``json.dumps`` takes.
+
+        ``stages`` is a list of dicts, with the fields of :class:`PipelineStageStats`.
+        """
+        found = {"wait_share": self.wait_share, "limiting": list(self.limiting)}
+        return {**as_plain(self), **found, "verdict": self.verdict}
 
     def __str__(self) -> str:
         """Return a table and the verdict."""

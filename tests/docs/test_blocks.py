@@ -106,7 +106,7 @@ def python_runs() -> list[object]:
     for path in PAGES:
         blocks = [block for block in blocks_of(path) if block.language == "python"]
         # tests/frameworks runs those that need a framework.
-        blocks = [block for block in blocks if "shmloader.integrations" not in block.code]
+        blocks = [one for one in blocks if not re.search(r"integrations(?!\.prom)", one.code)]
         continues = CONTINUES in path.read_text()
         runs += [blocks] if continues else [[block] for block in blocks]
     runs += [[block] for block in DOCSTRING_BLOCKS if block.language == "python"]

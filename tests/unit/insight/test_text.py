@@ -1,11 +1,12 @@
 """Durations, sizes and numbers as text."""
 
 import dataclasses
+import json
 
 import pytest
 
 from shmloader.grammar import seconds
-from shmloader.insight.stats import LoaderStats, SlotStats, Times, WaitStats, WorkerStats
+from shmloader.insight.stats import Finding, LoaderStats, SlotStats, Times, WaitStats, WorkerStats
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,16 @@ def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
         "  fetch        397 ms    79%  in the dataset",
         "",
     ]
+
+
+def test_statistics_as_a_dict_are_json_with_the_names_of_the_fields() -> None:
+    found = json.loads(json.dumps(STATS.to_dict()))
+    assert found == STATS.to_dict()
+    assert set(found) == {field.name for field in dataclasses.fields(LoaderStats)}
+    assert found["wait"]["share"] == 0.25
+    assert found["wait"]["causes"] == Times()._asdict()
+    assert found["stages"]["fetch"] == 1.5
+    assert found["workers"][0]["busy_share"] == 0.5
+    assert found["machine"] == {"cores": 0, "free_bytes": None, "limit": ""}
+    assert found["finding"] == Finding.NOTHING_YET == "nothing yet"
+    assert type(found["finding"]) is type(STATS.to_dict()["finding"]) is str

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import queue
 import threading
 import time
@@ -246,3 +247,19 @@ def test_a_process_that_has_an_item_is_named():
 
 def wait_for_ever(item):
     threading.Event().wait()
+
+
+def test_statistics_as_a_dict_are_json() -> None:
+    assert json.loads(json.dumps(PipelineStats().to_dict())) == {
+        "state": "not started",
+        "stages": [],
+        "items": 0,
+        "elapsed_s": 0.0,
+        "wait_s": 0.0,
+        "wait_share": 0.0,
+        "limiting": [],
+        "verdict": "No item has been delivered yet.",
+    }
+    stage = PipelineStageStats("stage 'decode'", "thread", 4, items_in=3)
+    (found,) = PipelineStats(stages=(stage,)).to_dict()["stages"]
+    assert found == dataclasses.asdict(stage)
