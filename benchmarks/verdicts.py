@@ -1,10 +1,10 @@
 """Does ``stats().verdict`` name the limit that an epoch really has, run after run?
 
-Runs ten kinds of loaders, each of which has one known limit. Samples, samplers and training steps
-sleep, so that the limit is the same on any machine. Where the limit is missing cores, the loader is
-kept on one core that other processes use as well. From run to run, all durations vary at random by
-up to a fifth. Each kind has a process of its own, and each run in it has a fresh loader. A kind is
-right if at least 19 in 20 runs are, and if no two of its verdicts contradict each other.
+Runs eleven kinds of loaders, each of which has one known limit. Samples, samplers and training
+steps sleep, so that the limit is the same on any machine. Where the limit is missing cores, the
+loader is kept on one core that other processes use as well. From run to run, all durations vary at
+random by up to a fifth. Each kind has a process of its own, and each run in it has a fresh loader.
+A kind is right if at least 19 in 20 runs are, and if no two of its verdicts contradict each other.
 
 Exit code: 0; 1 if a kind is not right; 2 if a run failed.
 """
@@ -40,6 +40,7 @@ _RUN_LIMIT_S = 600.0
 CONTRADICTIONS = (
     {Finding.NOTHING_TO_GAIN, Finding.TOO_FEW_WORKERS},
     {Finding.CORES_BUSY, Finding.TOO_FEW_WORKERS},
+    {Finding.INTERPRETER_LOCK, Finding.TOO_FEW_WORKERS},
 )
 
 
@@ -148,16 +149,25 @@ def run_stragglers(vary: Callable[[float], float]) -> shmloader.LoaderStats:
 
 def run_cores_taken(vary: Callable[[float], float]) -> shmloader.LoaderStats:
     """One worker computes on a core that two other processes use."""
-    each_s = vary(0.005)
+    with one_core_with_others(2):
+        return take_epoch(Samples(burning(vary(0.005)), 60), batch_size=2, num_workers=1)
 
-    def burn(index: int) -> int:
-        until = time.thread_time() + each_s
+
+def burning(seconds: float) -> Callable[[int], int]:
+    """Return a function that makes a sample in so many seconds of Python code."""
+
+    def make(index: int) -> int:
+        until = time.thread_time() + seconds
         while time.thread_time() < until:
             pass
         return index
 
-    with one_core_with_others(2):
-        return take_epoch(Samples(burn, 60), batch_size=2, num_workers=1)
+    return make
+
+
+def run_threads(vary: Callable[[float], float]) -> shmloader.LoaderStats:
+    """Three threads run Python code, 10 ms for each sample."""
+    return take_epoch(Samples(burning(vary(0.01)), 90), num_workers=3, thread_pool=True)
 
 
 @contextlib.contextmanager
@@ -226,6 +236,7 @@ KINDS: dict[str, tuple[Callable[[Callable[[float], float]], shmloader.LoaderStat
     "slow collate": (run_slow_collate, Finding.TOO_FEW_WORKERS),
     "stragglers": (run_stragglers, Finding.TOO_FEW_AHEAD),
     "cores taken by others": (run_cores_taken, Finding.CORES_BUSY),
+    "threads": (run_threads, Finding.INTERPRETER_LOCK),
     "pinning": (run_pinning, Finding.COPYING),
     "start-up": (run_start_up, Finding.START_UP),
     "bursts": (run_bursts, Finding.TOO_FEW_AHEAD),

@@ -69,6 +69,11 @@ def seconds(duration_s: float) -> str:
     return "0 s"
 
 
+def with_share(duration_s: float, share: float) -> str:
+    """Return a duration and what share of the whole it is: "1.20 s (12%)"."""
+    return f"{seconds(duration_s)} ({share:.0%})"
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """Return a number of things; ``many`` is the plural if that is not ``one`` with an s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.cli.target import UsageError
+from shmloader.grammar import counted
 from shmloader.insight.stats import PARTS
 
 # A screen is a few thousand pixels wide. With more batches than that, each bar of a chart is a mean
@@ -85,8 +86,10 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     }
     epoch, verdict = stats["epoch"], stats["verdict"]
     texts = {
-        "epochs": html.escape(f"{stats['epochs']} epochs" if epoch is None else f"epoch {epoch}"),
-        "verdict": re.sub("`(.+?)`", r"<code>\1</code>", html.escape(verdict)),
+        "epochs": html.escape(
+            counted(stats["epochs"], "epoch") if epoch is None else f"epoch {epoch}"
+        ),
+        "verdict": html.escape(verdict),
         # The table ends with the verdict, which the page shows at the top.
         "table": html.escape(table.removesuffix(verdict).rstrip()),
     }

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from shmloader.grammar import as_html, counted, seconds, size
+from shmloader.grammar import as_html, counted, seconds, size, with_share
 
 #: The parts of a batch's way, in order, and what each means; the fields of :class:`Times`.
 PARTS = {
@@ -184,6 +184,7 @@ class Finding(enum.StrEnum):
     COPYING = "pinning or device copy"
     SLOTS_HELD = "slots held by the consumer"
     DELIVERY = "delivering"
+    INTERPRETER_LOCK = "interpreter lock"
     CORES_BUSY = "no free core"
     TOO_FEW_AHEAD = "too few batches ahead"
     TOO_FEW_WORKERS = "too few workers"
@@ -215,7 +216,7 @@ class LoaderStats:
         failures: Number of samples that were left out or replaced, and of batches that raised.
         machine: What the machine offers this process.
         finding: The rule that made the verdict.
-        verdict: What limits the speed and what to change, in one sentence or two.
+        verdict: What limits the speed, in one sentence. Mostly a second one says what to change.
     """
 
     __module__ = "shmloader"  # users import it from there
@@ -251,8 +252,8 @@ class LoaderStats:
             return "<LoaderStats: no epoch yet>"
         return (
             f"<LoaderStats: {_epochs(self)}, {counted(self.batches, 'batch', 'batches')}, "
-            f"{self.samples_per_s:,.0f} samples/s, waited {seconds(self.wait.total_s)} "
-            f"({self.wait.share:.0%})>"
+            f"{self.samples_per_s:,.0f} samples/s, waited "
+            f"{with_share(self.wait.total_s, self.wait.share)}>"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def _lines_of(stats: LoaderStats) -> list[str]:
             f"{seconds(stats.elapsed_s)}: {stats.samples_per_s:,.0f} samples/s"
         ),
         (
-            f"  waited    {seconds(wait.total_s)} ({wait.share:.0%}), start-up "
+            f"  waited    {with_share(wait.total_s, wait.share)}, start-up "
             f"{seconds(wait.startup_s)}; next(): median {seconds(wait.p50_s)}, 99 % "
             f"{seconds(wait.p99_s)}, most {seconds(wait.max_s)}"
         ),

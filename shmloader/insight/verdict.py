@@ -4,13 +4,17 @@ First comes what may end the run (memory), then whether there is anything to gai
 verdict goes by where the next batch was while the consumer waited (``wait.causes``): the group of
 causes with the largest share of the wait is named, with its remedy.
 
-"Add workers" and "lower num_workers" never follow each other in similar epochs: between the
-thresholds of these two there is a gap.
+**Guarantees:** A verdict is one sentence about the cause, with the wait as the table shows it, and
+mostly a second one that says what to do and names an argument. "Raise num_workers" and "lower
+num_workers" never follow each other in similar epochs: between the thresholds of these two there is
+a gap.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
-from shmloader.grammar import counted, size
+from shmloader.grammar import counted, seconds, size, with_share
 from shmloader.insight.stats import (
     Finding,
     LoaderStats,
@@ -34,6 +38,9 @@ STALLED_SHARE = 0.3
 #: Workers wait for something else, such as a disk, if they have or want a core for less than the
 #: first share of their busy time. They compute if they do so for more than the second share.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
+#: The interpreter's lock holds threads up that use between these numbers of cores together. With
+#: less they wait for something else, and with more their code runs without the lock.
+LOCKED_CORES = 0.4, 1.2
 #: Slots are held where a larger share of the batches than this was copied out of them.
 COPIED_SHARE = 0.5
 #: Memory is near its limit where less than this share of it is free.
@@ -48,106 +55,156 @@ _CAUSES = {
     Finding.DELIVERY: ("transport", "build"),
     Finding.TOO_FEW_WORKERS: ("slot", "queue", "fetch", "collate", "encode"),
 }
-# What adding workers means for these kinds of workers.
-_ADDED = {
-    "executor": ": raise num_workers=, and give the executor more processes",
-    "threads": "; Python code runs in one thread at a time: for that, leave out thread_pool=True",
-}
-# What follows "The consumer waited … of the time for data".
-_TEXTS = {
-    Finding.NOTHING_TO_GAIN: ". It has nothing to gain from a faster loader.",
-    Finding.START_UP: (
-        "; mostly workers started or ended, which persistent_workers=True pays only once, or the "
-        "sampler or the dataset started."
-    ),
-    Finding.SAMPLER: (
-        "; mostly the batch sampler was drawing indices on the consumer's thread: make the sampler "
-        "cheaper, for example by drawing many indices at once."
-    ),
-    Finding.UNKNOWN: (
-        "; mostly an error was raised in place of a batch: skip bad samples by on_error=."
-    ),
-    Finding.COPYING: (
-        "; mostly the next batch was being pinned or copied to the device: use device=, smaller "
-        "types (uint8, converted there), or a cheaper device_transform=."
-    ),
-    Finding.SLOTS_HELD: (
-        "; {copied} of {all} batches were copied out of their slots, since too many were held: "
-        "drop each batch after use, or keep clones of the parts that you need."
-    ),
-    Finding.DELIVERY: (
-        "; mostly the next batch was loaded and being delivered: use a larger batch_size, return "
-        "tensors instead of Python objects, or make device_transform= cheaper."
-    ),
-    Finding.CORES_BUSY: (
-        ", which is loaded mostly in {where}, and none of {cores} is free: {lower}end other "
-        "programs, make that, or what is done with each batch, cheaper, or use more cores."
-    ),
-    Finding.TOO_FEW_AHEAD: (
-        "; workers had nothing to do meanwhile, since batches are wanted in bursts, or a slow one "
-        "holds up those behind it. Raise prefetch_factor, or use in_order=False."
-    ),
-    Finding.TOO_FEW_WORKERS: (
-        ", which is loaded mostly in {where}: add workers ({count} for {cores}){added}."
-    ),
-}
 
 
 def judged(stats: LoaderStats) -> LoaderStats:
     """Return the statistics with their finding and verdict, by the first rule that holds."""
-    wait, slots, machine, count = stats.wait, stats.slots, stats.machine, stats.num_workers
     if not stats.batches:
         return stats
+    wait, slots = stats.wait, stats.slots
     if memory := _full_memory(stats):
-        verdict = (
-            f"Memory is near its limit: {memory}. Lower num_workers, prefetch_factor or "
-            "batch_size, or raise shm_size, before a larger batch raises SharedMemoryError."
-        )
-        return replace(stats, finding=Finding.MEMORY, verdict=verdict)
-    causes = {
-        finding: sum(getattr(wait.causes, part) for part in of) for finding, of in _CAUSES.items()
-    }
-    finding = max(causes, key=causes.__getitem__)
-    working = [worker for worker in stats.workers if worker.batches]
-    busy_s = sum(worker.busy_s for worker in working)
-    # A worker's CPU time includes its start, and it can lack a core between two batches, too. No
-    # more than its busy time counts.
-    ran_s = sum(min(one.cpu_s, one.busy_s) for one in working)
-    stalled_s = sum(min(one.stalled_s, max(0.0, one.busy_s - one.cpu_s)) for one in working)
+        return replace(stats, finding=Finding.MEMORY, verdict=memory)
+    loop = f"Your loop waited {with_share(wait.total_s, wait.share)} for data"
+    if wait.share < IDLE_SHARE:
+        text = f"{loop}, so a faster loader would gain nothing."
+        return replace(stats, finding=Finding.NOTHING_TO_GAIN, verdict=text)
+    spent = {group: sum(getattr(wait.causes, part) for part in of) for group, of in _CAUSES.items()}
+    finding = max(spent, key=spent.__getitem__)
+    spent_s = spent[finding]
+    match finding:
+        case Finding.START_UP:
+            cause, remedy = _start_up(stats)
+        case Finding.COPYING if wait.causes.pin > wait.causes.device:
+            cause = "while a batch was being pinned"
+            remedy = "Give device= in place of pin_memory=True: it copies from shared memory."
+        case Finding.TOO_FEW_WORKERS:
+            finding, cause, remedy = _limit_of_workers(stats, spent_s)
+        case Finding.DELIVERY if _is_locked(stats):  # by the consumer's thread, too
+            finding, (cause, remedy) = Finding.INTERPRETER_LOCK, _TEXTS[Finding.INTERPRETER_LOCK]
+        case Finding.DELIVERY if slots.copied > COPIED_SHARE * (slots.copied + slots.lent):
+            finding, copied = Finding.SLOTS_HELD, f"{slots.copied} of {slots.copied + slots.lent}"
+            cause = f"while {copied} batches were copied, since your loop keeps too many"
+            remedy = "Keep clones of the parts that you need: a larger prefetch_factor cannot help."
+        case _:
+            cause, remedy = _TEXTS[finding]
+    text = f"{loop}, {seconds(spent_s)} of it {cause}. {remedy}".rstrip()
+    return replace(stats, finding=finding, verdict=text)
+
+
+_TEXTS = {
+    Finding.SAMPLER: (
+        "while the sampler drew indices",
+        "Give a batch_sampler that draws many indices at once.",
+    ),
+    Finding.UNKNOWN: (
+        "in calls of next() that raised",
+        "For a map-style dataset, on_error='skip' leaves out bad samples.",
+    ),
+    Finding.COPYING: (
+        "while a batch was copied to the device and transformed there",
+        "Send smaller types, such as uint8, and convert them in device_transform.",
+    ),
+    Finding.INTERPRETER_LOCK: (
+        "while threads took turns at running Python code",
+        "Leave out thread_pool=True, so that processes load at the same time.",
+    ),
+    Finding.DELIVERY: (
+        "while finished batches were handed over",
+        "Raise batch_size, or return tensors instead of Python objects.",
+    ),
+}
+
+
+def _start_up(stats: LoaderStats) -> tuple[str, str]:
+    is_later = stats.epochs > 1 or bool(stats.epoch)  # the user goes through the data again
+    if stats.kind == "in-process" or (stats.persistent_workers and is_later):
+        return "while iter() started the sampler and the dataset", ""
+    is_paid_again = is_later and stats.kind != "executor"
+    remedy = "Set persistent_workers=True, so that they start only once." if is_paid_again else ""
+    return "while workers started or ended", remedy
+
+
+def _limit_of_workers(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, str]:
+    """Return what keeps workers from loading faster, given the seconds of waiting for them."""
+    count, machine, stages = stats.num_workers, stats.machine, stats.stages
+    what, cores = "the dataset", counted(machine.cores, "core")
+    if stages.collate > stages.fetch:
+        what = "collate_fn"
+    busy_s, ran_s, stalled_s = _used(stats)
     wanted_s = ran_s + stalled_s
     is_stalled = wanted_s > COMPUTING_SHARE * busy_s and stalled_s > STALLED_SHARE * busy_s
     is_computing = count >= machine.cores and wanted_s >= WAITING_SHARE * busy_s
-    idle_s = sum(worker.idle_s for worker in working) / max(1, len(working) - 1)
-    is_ahead = stats.kind == "executor" or idle_s <= AHEAD_SHARE * causes[Finding.TOO_FEW_WORKERS]
-    if wait.share < IDLE_SHARE:
-        finding = Finding.NOTHING_TO_GAIN
-    elif finding is Finding.DELIVERY and slots.copied > COPIED_SHARE * (slots.copied + slots.lent):
-        finding = Finding.SLOTS_HELD
-    elif finding is Finding.TOO_FEW_WORKERS and (is_stalled or (is_computing and is_ahead)):
-        finding = Finding.CORES_BUSY
-    elif finding is Finding.TOO_FEW_WORKERS and not is_ahead:
-        finding = Finding.TOO_FEW_AHEAD
-    verdict = f"The consumer waited {wait.share:.1%} of the time for data" + _TEXTS[finding].format(
-        copied=slots.copied,
-        all=slots.copied + slots.lent,
-        where="`collate_fn`" if stats.stages.collate > stats.stages.fetch else "`__getitem__`",
-        lower="lower num_workers, " * (is_stalled and count > machine.cores),
-        count=count,
-        cores=counted(machine.cores, "core"),
-        added=_ADDED.get(stats.kind, ""),
+    idle_s = [worker.idle_s for worker in stats.workers if worker.batches]
+    is_ahead = stats.kind == "executor" or (
+        sum(idle_s) <= AHEAD_SHARE * wait_s * max(1, len(idle_s) - 1)
     )
-    return replace(stats, finding=finding, verdict=verdict)
+    lacks_cores = is_stalled or (is_computing and is_ahead)
+    if _is_locked(stats, lacks_cores=lacks_cores):
+        return Finding.INTERPRETER_LOCK, *_TEXTS[Finding.INTERPRETER_LOCK]
+    if lacks_cores:
+        cause = f"while workers computed in {what} on {cores}"
+        remedy = f"Make {what} cheaper: a larger num_workers cannot help."
+        if is_stalled and count > machine.cores:
+            cause, remedy = (
+                f"while {count} workers shared {cores}",
+                f"Lower num_workers to {machine.cores}.",
+            )
+        elif is_stalled:
+            cause = "while workers had to wait for a free core"
+            remedy = "Stop other programs on this machine: a larger num_workers cannot help."
+        return Finding.CORES_BUSY, cause, remedy
+    if not is_ahead:
+        if stages.reorder > stages.ready:
+            cause = "for a slow batch, while other workers had nothing to do"
+            remedy = "Raise prefetch_factor, or set in_order=False if the order may change."
+        else:
+            cause = "in bursts, between which workers had nothing to do"
+            remedy = "Raise prefetch_factor."
+        return Finding.TOO_FEW_AHEAD, cause, remedy
+    cause = f"while workers were busy in {what}" if count else f"in {what}, which it runs itself"
+    remedy = f"Raise num_workers above {count}"
+    if stats.kind == "executor":
+        remedy += ", and give the executor more processes"
+    elif count < machine.cores:
+        remedy += f": there are {cores}"
+    return Finding.TOO_FEW_WORKERS, cause, f"{remedy}."
+
+
+def _used(stats: LoaderStats) -> tuple[float, float, float]:
+    """Return the seconds in which workers were busy, used a core, and lacked one."""
+    working = [worker for worker in stats.workers if worker.batches]
+    # A worker's CPU time includes its start, and it can lack a core between two batches, too. No
+    # more than its busy time counts.
+    return (
+        sum(one.busy_s for one in working),
+        sum(min(one.cpu_s, one.busy_s) for one in working),
+        sum(min(one.stalled_s, max(0.0, one.busy_s - one.cpu_s)) for one in working),
+    )
+
+
+def _is_locked(stats: LoaderStats, *, lacks_cores: bool = False) -> bool:
+    """Return whether the interpreter's lock holds threads up, also if they seem to lack cores."""
+    if stats.kind != "threads" or stats.num_workers == 1:
+        return False
+    _, ran_s, stalled_s = _used(stats)
+    least_s, most_s = (cores * stats.elapsed_s for cores in LOCKED_CORES)
+    is_limit = lacks_cores or ran_s + stalled_s >= least_s
+    has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+    return is_limit and ran_s <= most_s and has_lock()
 
 
 def _full_memory(stats: LoaderStats) -> str:
-    """Return which memory is near its limit; "" if none is."""
+    """Return the verdict if memory is near its limit; otherwise ""."""
     slots, free = stats.slots, stats.machine.free_bytes
     used = slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
     if slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0:
         largest, share = size(slots.largest_bytes), size(slots.share_bytes)
-        return f"the largest batch took {largest} of the {share} that shm_size leaves for each"
+        text = f"The largest batch took {largest} of the {share} that shm_size leaves for each."
+        return f"{text} Raise shm_size before a larger batch raises SharedMemoryError."
     if free is not None and free < FREE_SHARE * (free + used):
-        return f"the loader takes {size(used)}, and {size(free)} is free ({stats.machine.limit})"
+        lower = "num_workers" if stats.num_workers > 1 else "prefetch_factor"
+        text = f"The loader takes {size(used)}, and {size(free)} is free ({stats.machine.limit})."
+        return f"{text} Lower {lower} before memory runs out."
     return ""
 
 

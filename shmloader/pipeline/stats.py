@@ -7,7 +7,7 @@ run must not name another stage.
 import dataclasses
 from typing import Any
 
-from shmloader.grammar import as_html, counted, seconds
+from shmloader.grammar import as_html, counted, seconds, with_share
 from shmloader.insight.stats import as_plain
 from shmloader.insight.verdict import IDLE_SHARE
 from shmloader.pipeline.flow import Flow
@@ -85,7 +85,7 @@ class PipelineStats:
 
     @property
     def verdict(self) -> str:
-        """What limits the speed and what to change, in one or two sentences."""
+        """What limits the speed, in one sentence. Mostly a second one says what to change."""
         return _judge(self)[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,8 @@ class PipelineStats:
         rate = self.items / self.elapsed_s
         return (
             f"{self.state}, {counted(self.items, 'item')} in {seconds(self.elapsed_s)}, "
-            f"{rate:,.3g} items/s, waited {seconds(self.wait_s)} ({self.wait_share:.0%})"
+            f"{rate:,.3g} items/s, waited "
+            f"{with_share(self.wait_s, self.wait_share)}"
         )
 
 
@@ -137,32 +138,24 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
     """Return what limits, and the verdict, by the first rule that holds."""
     if not stats.items:
         return (), "No item has been delivered yet."
+    text = f"Your loop waited {with_share(stats.wait_s, stats.wait_share)} for items"
     if stats.wait_share < IDLE_SHARE:
-        return ("the consumer",), (
-            f"The consumer limits: it waited {stats.wait_share:.1%} of the time for items, and "
-            "has nothing to gain from a faster pipeline."
-        )
+        return ("the consumer",), f"{text}, so a faster pipeline would gain nothing."
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
     least = max(stage.busy_share for stage in stages) - MARGIN
     first, *others = (stage for stage in stages if stage.busy_share > least)
     names = tuple(stage.name for stage in (first, *others))
     if others:
-        text = "limit about equally. Making only one of them faster gains little."
-    else:
-        text = f"limits, busy {first.busy_share:.0%} of the time. "
-        text += _REMEDIES.get(first.kind, _REMEDY).format(first.concurrency)
-    waited = f"The consumer waited {stats.wait_share:.0%} of the time for items;"
-    return names, f"{waited} {' and '.join(names)} {text}"
+        more = f", {names[1]} and {len(others) - 1} more" if len(others) > 1 else f" and {names[1]}"
+        return names, f"{text}; {first.name}{more} limit about equally."
+    remedy = _REMEDIES.get(first.kind, "Raise its concurrency above {}.").format(first.concurrency)
+    return names, f"{text}; {first.name} limits. {remedy}"
 
 
-_REMEDY = (
-    "Raise its concurrency from {} as far as there are cores or workers (on threads, num_threads "
-    "of build(), too), use executor='process' for work that computes, or make the op cheaper; "
-    "for calls of a few microseconds, aggregate earlier."
-)
 _REMEDIES = {
-    "source": "Make it faster, or have it yield only keys, and read in a stage with concurrency.",
-    "device": "Use smaller types (uint8, converted on the device).",
+    "source": "Let it yield only keys, and read them in a stage with a higher concurrency.",
+    "thread": "Raise its concurrency above {}, or give executor='process' if it computes.",
+    "device": "Send smaller types, such as uint8, and convert them after transfer().",
 }
 
 

@@ -114,7 +114,7 @@ def test_bench_prints_the_table_and_the_verdict(capsys) -> None:
     # 16 batches an epoch: it goes on with the next one.
     assert "all of 2 epochs" in said
     assert "20 batches, 80 samples" in said
-    assert "The consumer waited" in said
+    assert "Your loop waited" in said
     rows = [line.split() for line in said.splitlines()]
     (heads,) = (row for row in rows if row[:1] == ["worker"])
     assert heads[-1] == "memory"

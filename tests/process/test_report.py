@@ -166,7 +166,7 @@ def test_a_browser_draws_the_page_whatever_the_trace_says(tmp_path) -> None:
     shown = HOSTILE.replace("\ud800", "?").replace("&", "&amp;").replace("<", "&lt;")
     shown = shown.replace(">", "&gt;")
     assert f'<pre id="table">{shown}\nand more</pre>' in seen
-    assert f"<h1>{shown.replace('`&lt;b&gt;`', '<code>&lt;b&gt;</code>')}</h1>" in seen
+    assert f"<h1>{shown}</h1>" in seen
 
 
 def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
@@ -177,10 +177,8 @@ def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
     assert not re.search(r"https?://|src=|@import", page)
     assert "{{" not in page
     said = json.loads(trace.read_text())["otherData"]["stats"]["verdict"]
-    assert "`__getitem__`" in said
-    said = said.replace("`__getitem__`", "<code>__getitem__</code>")
-    assert f"<h1>{said}</h1>" in page
-    assert page.count("The consumer waited") == 1
+    assert f"<h1>{html.escape(said)}</h1>" in page
+    assert page.count("Your loop waited") == 1
     assert "12 batches, 12 samples" in page
     assert "where the time goes · epoch 0<" in page
 

@@ -1,11 +1,16 @@
 """The rules of the verdict, on measurements that are written down here."""
 
+import inspect
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from shmloader import DataLoader
 from shmloader.insight.measurements import pack_batch, pack_work
 from shmloader.insight.record import Record
 from shmloader.insight.stats import (
@@ -18,6 +23,7 @@ from shmloader.insight.stats import (
     WorkerStats,
 )
 from shmloader.insight.verdict import judged, snapshot
+from tests.wording import long_sentences, sentences_of
 
 # Two workers that are busy all the time, in an epoch of ten seconds.
 BUSY = {"busy_s": 10.0, "busy_share": 1.0, "cpu_s": 1.0, "stalled_s": 0.0}
@@ -54,86 +60,138 @@ def stats_of(
 STALLED = {"cpu_s": 5.0, "stalled_s": 4.0}
 CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "no batch": (judged(LoaderStats()), Finding.NOTHING_YET, "No batch"),
-    "hardly a wait": (stats_of(fetch=0.2, share=0.02), Finding.NOTHING_TO_GAIN, "waited 2.0%"),
-    "end": (stats_of(end=3, fetch=1), Finding.START_UP, "persistent_workers=True"),
+    "hardly a wait": (
+        stats_of(fetch=0.2, share=0.02),
+        Finding.NOTHING_TO_GAIN,
+        "waited 200 ms (2%) for data, so a faster loader would gain nothing.",
+    ),
+    "end": (stats_of(end=3, fetch=1), Finding.START_UP, "3.00 s of it while workers started or"),
+    "ends of several epochs": (
+        stats_of(end=3, fetch=1, epochs=2),
+        Finding.START_UP,
+        "Set persistent_workers=True",
+    ),
+    "a later epoch": (
+        stats_of(start=3, fetch=1, epochs=1, epoch=1),
+        Finding.START_UP,
+        "Set persistent_workers=True",
+    ),
+    "workers that persist": (
+        stats_of(start=3, fetch=1, epochs=1, epoch=1, persistent_workers=True),
+        Finding.START_UP,
+        "while iter() started the sampler and the dataset.",
+    ),
+    "iter() without workers": (
+        stats_of(start=3, fetch=1, kind="in-process", workers=0, epochs=9),
+        Finding.START_UP,
+        "while iter() started the sampler and the dataset.",
+    ),
     "errors": (stats_of(other=4, fetch=1), Finding.UNKNOWN, "on_error="),
     "no workers, pinning": (
         stats_of(kind="in-process", workers=0, pin=4, fetch=1),
         Finding.COPYING,
-        "being pinned",
+        "being pinned. Give device= in place of pin_memory=True",
     ),
     "no workers, sampler": (
         stats_of(kind="in-process", workers=0, draw=4, fetch=1),
         Finding.SAMPLER,
-        "consumer's thread",
+        "while the sampler drew indices. Give a batch_sampler",
     ),
     "copies": (
         stats_of(build=4, fetch=1, slots=SlotStats(lent=20, copied=80)),
         Finding.SLOTS_HELD,
-        "80 of 100 batches were copied out",
+        "while 80 of 100 batches were copied, since your loop keeps too many. Keep clones",
     ),
     "few copies": (
         stats_of(build=2, transport=2, fetch=1, slots=SlotStats(lent=80, copied=20)),
         Finding.DELIVERY,
-        "use a larger batch_size",
+        "while finished batches were handed over. Raise batch_size",
     ),
     "an executor": (
         stats_of(kind="executor", queue=4, fetch=1),
         Finding.TOO_FEW_WORKERS,
-        "raise num_workers=, and give the executor more processes",
+        "Raise num_workers above 2, and give the executor more processes.",
     ),
     "others have the cores": (
         stats_of(STALLED, fetch=5, cores=2),
         Finding.CORES_BUSY,
-        "none of 2 cores is free: end other programs",
+        "while workers had to wait for a free core. Stop other programs",
     ),
     "more workers than cores": (
         stats_of(STALLED, fetch=5, workers=4, cores=2),
         Finding.CORES_BUSY,
-        "none of 2 cores is free: lower num_workers",
+        "while 4 workers shared 2 cores. Lower num_workers to 2.",
     ),
     "all cores compute": (
         stats_of({"cpu_s": 9.0}, fetch=5, cores=2),
         Finding.CORES_BUSY,
-        "none of 2 cores is free: end other programs",
+        "computed in the dataset on 2 cores. Make the dataset cheaper: a larger num_workers cannot",
     ),
     "workers that sleep want no core": (
         stats_of({"cpu_s": 0.1, "stalled_s": 3.5}, fetch=5),
         Finding.TOO_FEW_WORKERS,
-        "add workers",
+        "Raise num_workers",
     ),
     "a core was wanted by the start only": (  # of six seconds
         stats_of({"busy_s": 4.0, "cpu_s": 4.0, "stalled_s": 6.0}, fetch=5),
         Finding.TOO_FEW_WORKERS,
-        "add workers",
+        "Raise num_workers",
     ),
     "the others have nothing to do": (
-        stats_of({"idle_s": 4.5}, fetch=5),
+        stats_of({"idle_s": 4.5}, fetch=5, stages={"reorder": 6.0, "ready": 1.0}),
         Finding.TOO_FEW_AHEAD,
-        "in_order=False",
+        "while other workers had nothing to do. Raise prefetch_factor, or set in_order=False if",
     ),
     "idle while the consumer works": (
         stats_of({"idle_s": 4.0, "busy_share": 0.6, "busy_s": 6.0}, fetch=5),
         Finding.TOO_FEW_AHEAD,
-        "Raise prefetch_factor",
+        "in bursts, between which workers had nothing to do. Raise prefetch_factor.",
     ),
     "a single worker is held up by nobody": (
         stats_of({"idle_s": 0.2}, fetch=5, workers=1),
         Finding.TOO_FEW_WORKERS,
-        "add workers",
+        "Raise num_workers",
     ),
     "collate": (
         stats_of(fetch=1, collate=4, stages={"collate": 12.0, "fetch": 4.0}),
         Finding.TOO_FEW_WORKERS,
-        "mostly in `collate_fn`: add workers",
+        "while workers were busy in collate_fn. Raise num_workers above 2",
     ),
-    "in the dataset": (stats_of(fetch=5), Finding.TOO_FEW_WORKERS, "add workers (2 for 4 cores)"),
-    "behind others": (stats_of(queue=3, slot=2), Finding.TOO_FEW_WORKERS, "add workers"),
-    "all cores sleep": (stats_of(fetch=5, cores=2), Finding.TOO_FEW_WORKERS, "(2 for 2 cores)"),
-    "threads": (
+    "in the dataset": (
+        stats_of(fetch=5),
+        Finding.TOO_FEW_WORKERS,
+        "Raise num_workers above 2: there are 4",
+    ),
+    "behind others": (stats_of(queue=3, slot=2), Finding.TOO_FEW_WORKERS, "Raise num_workers"),
+    "all cores sleep": (
+        stats_of(fetch=5, cores=2),
+        Finding.TOO_FEW_WORKERS,
+        "num_workers above 2.",
+    ),
+    "threads that wait": (
         stats_of(kind="threads", fetch=5),
         Finding.TOO_FEW_WORKERS,
-        "leave out thread_pool=True",
+        "Raise num_workers above 2",
+    ),
+    "threads that take turns": (
+        stats_of({"cpu_s": 4.5}, kind="threads", fetch=5),
+        Finding.INTERPRETER_LOCK,
+        "while threads took turns at running Python code. Leave out thread_pool=",
+    ),
+    "threads that keep the consumer from taking batches": (
+        stats_of({"cpu_s": 4.5}, kind="threads", fetch=1, build=4),
+        Finding.INTERPRETER_LOCK,
+        "took turns",
+    ),
+    "threads that other programs hold up, too": (
+        stats_of(STALLED, kind="threads", fetch=5, cores=1),
+        Finding.INTERPRETER_LOCK,
+        "Leave out thread_pool=True",
+    ),
+    "threads whose code runs without the lock": (
+        stats_of({"cpu_s": 9.0}, kind="threads", fetch=5, cores=2),
+        Finding.CORES_BUSY,
+        "Make the dataset cheaper",
     ),
 }
 
@@ -146,6 +204,72 @@ def test_a_verdict_names_cause_and_remedy(case) -> None:
     assert stats.verdict.endswith(".")
 
 
+ARGUMENTS = {*inspect.signature(DataLoader.__init__).parameters} - {"self", "dataset"}
+SECONDS = st.one_of(st.just(0.0), st.floats(0, 20))
+SIZES = st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12])
+
+
+def times() -> st.SearchStrategy[Times]:
+    return st.builds(Times, *[SECONDS] * len(Times._fields))
+
+
+@st.composite
+def statistics(draw: st.DrawFn) -> LoaderStats:
+    """Statistics of every kind of loader, as long as they fit together."""
+    kind = draw(st.sampled_from(["processes", "threads", "executor", "in-process"]))
+    count = 0 if kind == "in-process" else draw(st.integers(1, 128))
+    epoch = draw(st.sampled_from([None, 0, 1, 40]))
+    causes = draw(times())._replace(**{draw(st.sampled_from(Times._fields)): draw(SECONDS) * 9})
+    total_s = sum(causes)
+    elapsed_s = total_s + draw(SECONDS) + 1e-3
+    numbers = draw(st.lists(st.integers(0, 200), max_size=3))
+    workers = [
+        WorkerStats(number, None, batches, *(draw(SECONDS) for _ in range(5)), draw(SIZES))
+        for number, batches in enumerate(numbers)
+    ]
+    return LoaderStats(
+        kind=kind,
+        num_workers=count,
+        epoch=epoch,
+        epochs=draw(st.integers(1, 50)) if epoch is None else 1,
+        persistent_workers=draw(st.booleans()) and count > 0,
+        batches=draw(st.integers(0, 10_000)),
+        elapsed_s=elapsed_s,
+        wait=WaitStats(total_s=total_s, share=total_s / elapsed_s, causes=causes),
+        stages=draw(times()),
+        workers=tuple(workers) if count else (),
+        slots=SlotStats(*(draw(SIZES) for _ in range(6))) if kind == "processes" else SlotStats(),
+        machine=Machine(
+            draw(st.integers(1, 256)), draw(st.none() | SIZES), "memory of the machine"
+        ),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(statistics())
+def test_a_verdict_is_a_cause_and_mostly_an_action_that_names_an_argument(measured) -> None:
+    stats = judged(measured)
+    cause, *actions = sentences_of(stats.verdict)
+    assert not long_sentences(stats.verdict), stats.verdict
+    assert len(actions) <= 1
+    for action in actions:
+        assert ARGUMENTS.intersection(re.findall(r"\w+", action)), action
+        assert "gain" not in cause
+    if stats.finding not in (Finding.MEMORY, Finding.NOTHING_YET):
+        row = next(line for line in str(stats).splitlines() if line.startswith("  waited "))
+        waited = re.search(r"waited +(\S+ \S+ \(\d+%\)),", row)
+        assert waited is not None
+        assert cause.startswith(f"Your loop waited {waited[1]} for data, ")
+        assert cause.count("%") == 1, "the only share is that of the wait"
+    if (stats.epochs == 1 and not stats.epoch) or stats.persistent_workers:
+        assert "persistent_workers" not in stats.verdict
+    if stats.kind == "in-process":
+        assert not re.search("workers (started|were|had)|threads", stats.verdict)
+    ran_s = sum(worker.cpu_s for worker in stats.workers if worker.batches)
+    if stats.kind == "threads" and stats.num_workers > 1 and ran_s <= stats.elapsed_s:
+        assert "other programs" not in stats.verdict
+
+
 def test_more_and_fewer_workers_are_never_advised_for_similar_epochs() -> None:
     """Any two epochs that differ by a tenth in what their workers did."""
     steps = [number / 20 for number in range(21)]
@@ -156,7 +280,7 @@ def test_more_and_fewer_workers_are_never_advised_for_similar_epochs() -> None:
         for more, less in itertools.product((0.0, 0.1), repeat=2):
             worker = {"cpu_s": 10 * (cpu + more), "stalled_s": 10 * max(0.0, stalled - less)}
             said += stats_of(worker, fetch=5, workers=4, cores=cores).verdict
-        assert "add workers" not in said or "lower num_workers" not in said, (cpu, stalled)
+        assert "Raise num_workers" not in said or "Lower num_workers" not in said, (cpu, stalled)
 
 
 MS = 1_000_000
@@ -192,4 +316,4 @@ def test_bursts() -> None:
 def test_handing_over() -> None:
     stats = run(1, 10, lambda _: 0)
     assert stats.finding is Finding.DELIVERY, str(stats)
-    assert "use a larger batch_size" in stats.verdict
+    assert "Raise batch_size" in stats.verdict

@@ -4,15 +4,19 @@ import asyncio
 import dataclasses
 import json
 import queue
+import re
 import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shmloader import PipelineBuilder
 from shmloader.pipeline.stats import MARGIN, PipelineStageStats, PipelineStats
 from tests.process.support import wait_until
 from tests.unit.pipeline.support import SOON_S, Gate, chain
+from tests.wording import long_sentences, sentences_of
 
 
 def same(number):
@@ -170,28 +174,55 @@ def judged(*stages, **changes):
         (
             judged(stage("the source", 1.0), wait_s=0.4),
             ("the consumer",),
-            ["4.0%", "nothing to gain"],
+            ["waited 400 ms (4%)", "gain nothing"],
         ),
         (
             judged(stage("the source", 0.99), stage("a", 0.5)),
             ("the source",),
-            ["the source limits", "99%"],
+            ["the source limits. Let it yield only keys"],
         ),
         (
             judged(stage("the source", 0.1), stage("a", 0.5), stage("b", 0.95)),
             ("b",),
-            ["b limits", "95%", "concurrency from 1"],
+            ["waited 5.00 s (50%)", "b limits. Raise its concurrency above 1"],
         ),
         (
             judged(stage("the source", 0.1), stage("a", 0.93), stage("b", 0.95)),
             ("a", "b"),
-            ["a and b limit about equally"],
+            ["; a and b limit about equally."],
         ),
     ],
 )
 def test_a_rule_makes_the_verdict(stats, limiting, words):
     assert stats.limiting == limiting
     assert all(word in stats.verdict for word in words), stats.verdict
+
+
+KINDS = ("source", "aggregate", "thread", "coroutine", "process", "executor", "device")
+
+
+@given(
+    st.lists(
+        st.builds(
+            PipelineStageStats,
+            st.sampled_from(["the source", "stage 'decode'", "transfer to cuda:0"]),
+            st.sampled_from(KINDS),
+            st.integers(1, 64),
+            busy_share=st.floats(0, 1),
+        ),
+        max_size=9,
+    ),
+    st.floats(0, 10),
+)
+def test_a_verdict_is_a_cause_and_mostly_an_action(stages, wait_s):
+    stats = judged(stage("the source", 0.5), *stages, wait_s=wait_s)
+    cause, *actions = sentences_of(stats.verdict)
+    assert not long_sentences(stats.verdict), stats.verdict
+    assert len(actions) <= 1
+    assert "gain" not in cause or not actions
+    [waited] = re.findall(r"waited \S+ \S+ \(\d+%\)", cause)
+    assert waited in repr(stats)
+    assert stats.verdict.count("%") == 1, "the only share is that of the wait"
 
 
 def test_a_small_difference_does_not_change_what_is_named():
