@@ -44,7 +44,6 @@ from typing import Any, TypeVar
 
 import torch.distributed
 
-from shmloader.batch.content_hash import mark_common
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
@@ -52,6 +51,7 @@ from shmloader.grammar import described_type
 from shmloader.insight.measurements import read_file
 from shmloader.interruptions import Caught, attempt, is_interruption
 from shmloader.memory.pickled import PICKLE_ERRORS
+from shmloader.memory.segment import mark_common
 from shmloader.process_state import PROCESS
 from shmloader.sampling.arguments import resolve_ranks
 from shmloader.shared.sharing import share
@@ -403,7 +403,6 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                 raise
         else:
             found: _T = _open(payload, meeting.host_pid)
-            mark_common(found)
             return found
         finally:
             meeting.close()
@@ -425,7 +424,6 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
         finally:
             del error  # the traceback pins this frame
     shared: _T = made[1]
-    mark_common(shared)
     return shared
 
 
@@ -441,7 +439,9 @@ def _make(build: Callable[[], _T], *, writable: bool) -> tuple[Payload, _T]:
     finally:
         PROCESS.builds_on_host.discard(thread)
     try:
-        return Payload((shared, None)), shared
+        payload = Payload((shared, None))
+        mark_common(payload.descriptors)
+        return payload, shared
     except PICKLE_ERRORS as error:
         found = find_unpicklable([shared], ["dataset"])
         raise explain_unpicklable(

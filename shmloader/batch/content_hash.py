@@ -1,22 +1,22 @@
-"""Hashes values by their contents, the same in every process.
+"""Digests of values that are the same in every process: checksums of what pickle makes of them.
 
 A worker's stream is compared by them after it was resumed, and the ranks of a host find out by them
 whether they have the same dataset.
 
-A value is hashed as pickle would reduce it, and the hash of a whole is made of those of its parts.
-So it makes no difference whether two equal parts are one object, or in which order a process has
-the elements of a set (``PYTHONHASHSEED``). A function or class is its name; for a function that is
-not importable by its name, its code and the values that it captures are added. What cannot be
-reduced counts by its type only. Shared memory is its contents, except memory that ranks have in
-common by ``share_on_host``: that is its token, since all ranks map the same pages.
+Pickle writes an object that recurs once, and the elements of a set in the order of this process. So
+its memo is off, and the digests of a set's elements are sorted. A function or class is its name;
+for a function that is not importable by its name, its code and the values that it captures are
+added. Shared memory is its contents, except memory that ranks have in common by ``share_on_host``:
+that is its token, since all ranks map the same pages. What cannot be pickled counts by its type
+only.
 """
 
 import copyreg
 import hashlib
-import marshal
+import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,22 +25,19 @@ import torch
 from shmloader.batch.payload import Recorder, reducers_of_multiprocessing, spawning
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import sparse_parts
-from shmloader.memory.segment import TOKEN_BYTES, Segment, reduce_memory_map
+from shmloader.memory.segment import Segment, reduce_memory_map
 from shmloader.shared.containers import reduce_array, reduce_tensor
 
 _EMPTY_CELL = types.CellType()
 
-# What marshal writes alike in every process, in a version that refers to no earlier object.
-_NUMBERS = {type(None), bool, int, float, complex}
-_TEXTS = {str, bytes}
-_PLAIN = _NUMBERS | _TEXTS
-_MARSHAL_VERSION = 2
+_NUMBERS = {int, float, bool, complex, type(None)}
 
-# Stands for a value that is a part of itself.
-_WITHIN_ITSELF = b"..."
+# Of a long list or tuple, this many times fewer elements count than bytes of a text.
+_SHORTENED = 64
 
-# Texts up to this length are not hashed by themselves.
-_SHORT = 256
+# A value of more parts than this is pickled with the memo: it may be part of itself, or what recurs
+# in it may recur without end.
+_MOST_PARTS = 1_000_000
 
 
 def digests_of(dataset: object, worker_init_fn: object) -> tuple[tuple[str, bytes], ...]:
@@ -57,138 +54,99 @@ def digests_of(dataset: object, worker_init_fn: object) -> tuple[tuple[str, byte
         parts["dataset"] = kind
         parts |= {f"dataset.{name}": value for name, value in vars(dataset).items()}
     with spawning(Recorder()):
-        return tuple((name, ContentHash().digest(value)) for name, value in parts.items())
+        return tuple((name, digest_of(value)) for name, value in parts.items())
 
 
-def mark_common(shared: object) -> None:
-    """Mark the shared memory of an object as memory that all ranks of this host map."""
-    found = ContentHash()
-    with spawning(Recorder()):
-        found.digest(shared)
-    for segment in found.segments:
-        segment.is_common = True
-
-
-class ContentHash:
-    """Hashes values that do not change meanwhile.
-
-    Attributes:
-        segments: The shared memory that was found in them.
+def digest_of(value: object, end_bytes: int | None = None) -> bytes:
+    """Return the digest of a value, of 16 bytes.
 
     Args:
+        value: Any value.
         end_bytes: Of data longer than twice this, only the size and so many bytes at each end
-            count; of a list or tuple with more elements, so many at each end. None if all count.
+            count. Of a list or tuple, a 64th as many elements count. None if all count.
     """
+    for has_memo in (False, True):
+        hasher = hashlib.blake2b(digest_size=16)
+        pickler = _Pickler(hasher, end_bytes, has_memo=has_memo)
+        if not isinstance(attempt(pickler.dump, value), Caught):
+            return hasher.digest()
+    return hashlib.blake2b(_name(type(value)).encode(), digest_size=16).digest()
 
-    def __init__(self, end_bytes: int | None = None) -> None:
-        self._end = end_bytes
-        self.segments: list[Segment] = []
-        # Digests by id(); the values are kept alive, so that their ids are not used again.
-        self._known: dict[int, tuple[object, bytes]] = {}
 
-    def digest(self, value: Any) -> bytes:
-        """Return the digest of a value."""
-        known = self._known.get(id(value))
-        if known is None:
-            kind = type(value)
-            self._known[id(value)] = value, _WITHIN_ITSELF
-            outcome = attempt(self._digest, kind, value)
-            digest = self._hash(kind, ()) if isinstance(outcome, Caught) else outcome
-            known = self._known[id(value)] = value, digest
-        return known[1]
+class _Pickler(pickle.Pickler):
+    """Pickles a value into a hash."""
 
-    def _part(self, value: Any) -> Any:
-        """Return a short plain value or a tuple of these, or the digest of any other value."""
+    def __init__(self, hasher: Any, end: int | None, *, has_memo: bool) -> None:
+        super().__init__(types.SimpleNamespace(write=hasher.update), 4)
+        self.fast, self._end, self._parts_left = not has_memo, end, _MOST_PARTS
+        self.dispatch_table = copyreg.dispatch_table | reducers_of_multiprocessing()
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what is pickled in place of a part; None for the part itself."""
         kind = type(value)
-        if kind in _TEXTS:
-            return value if len(value) <= _SHORT else self.digest(value)
-        is_plain = kind is tuple and _PLAIN.issuperset(map(type, value))
-        return value if is_plain or kind in _NUMBERS else self.digest(value)
-
-    def _hash(self, kind: object, parts: Iterable[Any], data: Any = b"") -> bytes:
-        """Hash parts, and data: bytes or an array of bytes."""
-        about = [_name(kind), len(data), *map(self._part, parts)]
-        hasher = hashlib.blake2b(marshal.dumps(about, _MARSHAL_VERSION), digest_size=16)
-        end = self._end
-        if end is None or len(data) <= 2 * end:
-            hasher.update(data)
-        else:
-            hasher.update(data[:end])
-            hasher.update(data[-end:])
-        return hasher.digest()
-
-    def _digest(self, kind: Any, value: Any) -> bytes:
-        if kind in (list, tuple):
-            count, end = len(value), self._end
-            if end is not None and count > 2 * end:
-                value = [*value[:end], *value[-end:]]
-            return self._hash(kind, (count, *value))
-        if kind is dict:
-            return self._hash(kind, [*value, *value.values()])
-        if kind in _TEXTS:
-            text = value.encode("utf-8", "surrogatepass") if kind is str else value
-            return self._hash(kind, (), text)
+        if kind in _NUMBERS:
+            return None
+        self._parts_left -= self.fast
+        if self._parts_left < 0:
+            raise RecursionError
+        if kind in _PARTS:
+            return _PARTS[kind](self, value)
         if isinstance(value, torch.Tensor):
-            return self._digest_tensor(kind, value)
-        if kind is np.ndarray:
-            return self._digest_array(value)
-        parts = self._reduce(kind, value)
-        return parts if isinstance(parts, bytes) else self._hash(kind, parts)
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._parts_of_tensor(value)
+        return _name(value) if isinstance(value, type | types.ModuleType) else None
 
-    def _digest_tensor(self, kind: type, value: torch.Tensor) -> bytes:
-        with torch._C.DisableTorchFunctionSubclass():
-            reduced = reduce_tensor(value) if self._end is None else None
-            if reduced is not None:
-                return self._hash(kind, reduced)
-            plain, about = value.detach(), (str(value.dtype), *value.shape)
-            if plain.layout is not torch.strided:
-                return self._hash(kind, (*about, *sparse_parts(plain)))
-            flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-            return self._hash(kind, about, flat.view(torch.uint8).numpy())
+    def cut(self, items: Any, shortened: int = 1) -> Any:
+        """Return what counts of a long list, tuple or text; None if all of it does."""
+        if self._end is None or len(items) <= 2 * self._end // shortened:
+            return None
+        end = self._end // shortened
+        return len(items), items[:end], items[-end:]
 
-    def _digest_array(self, value: "np.ndarray[Any, Any]") -> bytes:
-        parts = reduce_array(value) if self._end is None else None
-        if parts is None and not value.dtype.hasobject:
-            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            return self._hash(np.ndarray, (str(value.dtype), *value.shape), data)
-        return self._hash(np.ndarray, parts or (value.shape, value.tolist()))
+    def _digests(self, data: Any) -> tuple[Any, ...]:
+        """Return digests of what counts of data: bytes, or an array of bytes."""
+        size, *parts = self.cut(data) or (len(data), data)
+        return size, *(hashlib.blake2b(part).digest() for part in parts)
 
-    def _reduce(self, kind: Any, value: Any) -> Any:
-        """Return the parts that any other value is made of, or its digest."""
-        if kind in _REDUCERS:
-            return _REDUCERS[kind](value)
-        if kind is Segment:
-            self.segments.append(value)
-            data = value.token if value.is_common else memoryview(value)[TOKEN_BYTES:]
-            return self._hash(kind, (), data)
-        if isinstance(value, type | types.ModuleType):
-            return (_name(value),)
-        reducer = reducers_of_multiprocessing().get(kind) or copyreg.dispatch_table.get(kind)
-        reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
-        if isinstance(reduced, str):
-            return (reduced,)
-        # After the state come iterators over the elements of a list and of a dict.
-        return *reduced[:3], *([*(items or ())] for items in reduced[3:5])
+    def _parts_of_tensor(self, value: torch.Tensor) -> tuple[Any, ...]:
+        reduced: Any = reduce_tensor(value) if self._end is None else None
+        if reduced is not None:
+            return tuple(reduced)
+        plain, about = value.detach(), (type(value), str(value.dtype), *value.shape)
+        if plain.layout is not torch.strided:
+            return *about, *sparse_parts(plain)
+        flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return *about, *self._digests(flat.view(torch.uint8).numpy())
+
+    def parts_of_array(self, value: "np.ndarray[Any, Any]") -> tuple[Any, ...]:
+        """Return what is pickled in place of an array."""
+        reduced: Any = reduce_array(value) if self._end is None else None
+        if reduced is not None or value.dtype.hasobject:
+            return tuple(reduced or (value.shape, value.tolist()))
+        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return str(value.dtype), *value.shape, *self._digests(flat)
 
 
-def _parts_of_function(value: types.FunctionType) -> tuple[Any, ...]:
+def _parts_of_function(value: types.FunctionType) -> tuple[Any, ...] | str:
     here: object = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         here = getattr(here, name, None)
     if here is value:
-        return (_name(value),)
+        return _name(value)
     cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
-    defaults = value.__defaults__, value.__kwdefaults__
-    return _name(value), value.__code__, *defaults, *cells
+    return _name(value), value.__code__, value.__defaults__, value.__kwdefaults__, *cells
 
 
-# How values of these types are reduced other than by pickle.
-_REDUCERS: dict[type, Callable[[Any], Any]] = {
-    set: lambda value: sorted(map(ContentHash().digest, value)),
-    frozenset: lambda value: sorted(map(ContentHash().digest, value)),
-    types.FunctionType: _parts_of_function,
-    types.CodeType: lambda value: (value.co_code, value.co_names, value.co_consts),
-    np.memmap: reduce_memory_map,
+# What is pickled in place of values of these types.
+_PARTS: dict[type, Callable[[_Pickler, Any], Any]] = {
+    **dict.fromkeys((str, bytes, bytearray), _Pickler.cut),
+    **dict.fromkeys((list, tuple), lambda pickler, value: pickler.cut(value, _SHORTENED)),
+    **dict.fromkeys((set, frozenset), lambda _, value: sorted(map(digest_of, value))),
+    np.ndarray: _Pickler.parts_of_array,
+    np.memmap: lambda _, value: reduce_memory_map(value),
+    Segment: lambda _, value: value.digest,
+    types.FunctionType: lambda _, value: _parts_of_function(value),
+    types.CodeType: lambda _, value: (value.co_code, value.co_names, value.co_consts),
 }
 
 

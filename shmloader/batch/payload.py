@@ -209,7 +209,11 @@ def unseal(segment: Segment, spans: tuple[int, int, int]) -> Any:
 
 
 class Payload:
-    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it."""
+    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it.
+
+    Attributes:
+        descriptors: What it refers to by descriptors, which its owner keeps open.
+    """
 
     def __init__(self, objects: object) -> None:
         recorder = Recorder()
@@ -217,7 +221,7 @@ class Payload:
             sealed = seal(objects, recorder)
             self._segment, _, self.by_value = sealed
             self._handle = pickle.dumps(sealed)
-        self._descriptors = recorder.descriptors
+        self.descriptors = recorder.descriptors
 
     @property
     def nbytes(self) -> int:
@@ -226,14 +230,14 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a worker that multiprocessing starts with this payload as an argument."""
-        return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
+        return _received, (self._handle, [*map(reduction.DupFd, self.descriptors)])
 
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
         """Yield the messages, with their descriptors, for :func:`receive_payload`."""
-        for at in range(0, max(1, len(self._descriptors)), _MESSAGE_DESCRIPTORS):
+        for at in range(0, max(1, len(self.descriptors)), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS
-            is_last = end >= len(self._descriptors)
-            yield self._handle if is_last else _MORE, self._descriptors[at:end]
+            is_last = end >= len(self.descriptors)
+            yield self._handle if is_last else _MORE, self.descriptors[at:end]
 
     def send(self, channel: socket.socket) -> None:
         """Send it to a process that is already running. Waits while the kernel has no room."""

@@ -7,8 +7,8 @@ samples again cannot be known beforehand. So the loader's state keeps a checksum
 fingerprints of the delivered batches, and a resumed dataset is compared with it.
 
 A fingerprint is a checksum of up to four samples of a batch, the first and the last among them, and
-of both ends of their tensors, arrays and texts. A missing or repeated sample shifts the samples of
-all later batches.
+of both ends of their tensors, arrays, lists and texts. A missing or repeated sample shifts the
+samples of all later batches.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Collator
-from shmloader.batch.content_hash import ContentHash
+from shmloader.batch.content_hash import digest_of
 from shmloader.batch.dataset_state import Keep, Saved, ask
 from shmloader.batch.failures import add_note
 from shmloader.batch.fetch import FetchConfig, Get, is_from_outside
@@ -228,4 +228,4 @@ def fingerprint_of(samples: Sequence[object]) -> int:
 
 def fingerprint(value: object) -> int:
     """Return a checksum of 32 bits of a value that is the same in every process."""
-    return int.from_bytes(ContentHash(_END_BYTES).digest(value)[:4], "little")
+    return int.from_bytes(digest_of(value, _END_BYTES)[:4], "little")

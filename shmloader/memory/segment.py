@@ -23,10 +23,13 @@ other process maps the same file, copy-on-write, so that the array may be writte
 
 import ctypes
 import fcntl
+import functools
+import hashlib
 import mmap
 import multiprocessing.context
 import os
 import secrets
+from collections.abc import Container
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Self
@@ -97,11 +100,9 @@ class Segment(mmap.mmap):
     Attributes:
         nbytes: Length in bytes.
         address: Address of the first byte in this process.
-        is_common: Whether the ranks of this host have it from ``share_on_host``.
         token: The random number at its start.
     """
 
-    is_common = False
     nbytes: int
     address: int
     token: bytes
@@ -150,6 +151,11 @@ class Segment(mmap.mmap):
             writer.append(view[TOKEN_BYTES:], is_aligned=False)
             return writer.finish()
 
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """Digest of the contents; the token if the ranks of this host have it in common."""
+        return hashlib.blake2b(memoryview(self)[TOKEN_BYTES:]).digest()
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle."""
         return self._sealed.__reduce__()
@@ -179,7 +185,17 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
     else:
         return known
     sealed = SealedSegment(file, nbytes, token)  # closes the file unless the segment keeps it
-    return Segment.open(sealed) if known is None else known
+    segment = Segment.open(sealed) if known is None else known
+    if not isinstance(where, tuple):
+        segment.digest = token  # the process that started this one, or built the object, has it
+    return segment
+
+
+def mark_common(descriptors: Container[int]) -> None:
+    """Mark segments as common to the ranks of this host, by their descriptors."""
+    for segment in [*PROCESS.segments.values()]:
+        if segment._sealed.file.fileno() in descriptors:
+            segment.digest = segment.token
 
 
 def find_segment(address: int, nbytes: int) -> Segment | None:

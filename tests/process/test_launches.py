@@ -263,6 +263,15 @@ def test_a_dataset_that_one_rank_has_built_is_the_same_in_all(run, tmp_path) -> 
     assert run.results(lambda: differences(make, tmp_path), 2) == [None, None]
 
 
+def test_what_ranks_write_to_common_memory_makes_no_difference(run, tmp_path) -> None:
+    def make() -> Holder:
+        found = share_on_host(lambda: Holder(numbers=np.zeros(1000)), writable=True)
+        found.parts["numbers"][:] = int(os.environ["RANK"])  # the workers get what was shared
+        return found
+
+    assert run.results(lambda: differences(make, tmp_path), 2) == [None, None]
+
+
 DIGESTS = """
 import torch
 from shmloader.batch.content_hash import digests_of
