@@ -7,6 +7,10 @@ import pytest
 
 from tests.docs.test_blocks import PAGES, ROOT
 
+MOST_WORDS = 20
+
+# Tables that programs write stand between such comments, or make the whole file.
+GENERATED = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"```\w*\n.*?^ *```$", re.DOTALL | re.MULTILINE)
 
@@ -19,11 +23,23 @@ def shown_text(path: Path) -> str:
     return CODE.sub("", COMMENT.sub("", path.read_text()))
 
 
+def cells_of(path: Path) -> list[str]:
+    text = COMMENT.sub("", GENERATED.sub("", path.read_text()))
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [cell.strip() for row in rows for cell in row.strip("|").split("|")]
+
+
 @pytest.mark.parametrize("path", PLAIN, ids=IDS)
 def test_pages_show_no_roles_and_no_directives(path):
     raw = r"\{[a-z:-]+\}`[^`]*`|^ *[`:]{3,}\{.*$|^:\w+:.*$"
     found = re.findall(raw, shown_text(path), re.MULTILINE)
     assert not found, "put directives into a comment `<!-- site … -->`, and link what it shows"
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=IDS)
+def test_cells_of_tables_are_short(path):
+    long = [cell for cell in cells_of(path) if len(cell.split()) > MOST_WORDS]
+    assert not long, f"over {MOST_WORDS} words: put the explanation below the table"
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=IDS)
