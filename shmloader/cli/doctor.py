@@ -32,9 +32,15 @@ from shmloader.grammar import counted, described_type, size
 from shmloader.interruptions import probe
 from shmloader.loader.config import LEND_LIMIT
 from shmloader.loader.dataloader import DataLoader
-from shmloader.memory.limits import describe_address_space, free_memory, why_unsupported
+from shmloader.memory.limits import (
+    affinity,
+    core_quota,
+    describe_address_space,
+    free_memory,
+    usable_cores,
+    why_unsupported,
+)
 from shmloader.memory.segment import address_of, find_segment
-from shmloader.pools.cores import affinity, core_quota, usable_cores
 from shmloader.shared.sharing import attributes_of, estimate_objects
 
 # What of a loader is sent to its workers.

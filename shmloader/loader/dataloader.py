@@ -54,10 +54,9 @@ from shmloader.loader.options import (
     read_options,
 )
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
-from shmloader.memory.limits import free_memory, is_supported
+from shmloader.memory.limits import free_memory, is_supported, usable_cores
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter, AutoCount
-from shmloader.pools.cores import usable_cores
 from shmloader.sampling.arguments import is_cut_for_ranks, rank_of, whole_number
 from shmloader.sampling.hooks import seekable
 from shmloader.sampling.loader_samplers import carries_over

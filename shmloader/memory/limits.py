@@ -1,4 +1,4 @@
-"""How much memory there is: read from the system, and checked before it is touched.
+"""How much memory and how many cores there are; memory is checked before it is touched.
 
 Reads files of ``/proc`` and of the control groups, and this process's resource limits. A file that
 is missing or unreadable, or has other contents than expected, sets no limit.
@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import os
 import resource
@@ -158,6 +159,37 @@ def _numbers(path: Path) -> dict[str, int]:
         for words in lines
         if len(words) > 1 and words[1].isdecimal()
     }
+
+
+def usable_cores(root: Path) -> int:
+    """Return how many cores affinity and quotas allow, at least 1.
+
+    Args:
+        root: Directory that holds ``proc`` and ``sys``, normally ``/``.
+    """
+    return max(1, math.ceil(min(affinity(), core_quota(root) or math.inf)))
+
+
+def affinity() -> int:
+    """Return how many cores this process may be scheduled on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def core_quota(root: Path) -> float | None:
+    """Return how many cores' time the process's control groups grant; None without a quota."""
+    quotas = map(_quota_of, control_groups(root, "cpu"))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: ControlGroup) -> float | None:
+    names = ("cpu.max",) if group.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = [word for name in names for word in read_file(group.path / name).split()]
+    with contextlib.suppress(ValueError, ZeroDivisionError):  # no such file, or "max"
+        quota, period = map(int, words)
+        return quota / period if quota > 0 else None
+    return None
 
 
 @functools.cache

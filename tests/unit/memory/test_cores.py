@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmloader.pools.cores import affinity, core_quota, usable_cores
+from shmloader.memory.limits import affinity, core_quota, usable_cores
 from tests.made_up import System
 
 
