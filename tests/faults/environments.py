@@ -134,10 +134,10 @@ class Call(NamedTuple):
 # System calls of a loader, as strace shows them, except those that the interpreter needs.
 _CALLS = """
 memfd_create 319, ftruncate 77, madvise 28, munmap 11, pidfd_open 434, pidfd_send_signal 424,
-eventfd2 290, timerfd_create 283, timerfd_settime 286, socketpair 53, sendmsg 46, recvmsg 47,
-sendto 44, recvfrom 45, shutdown 48, getsockname 51, poll 7, pipe2 293, clone3 435, wait4 61,
-kill 62, prctl 157, prlimit64 302, sched_yield 24, sched_getaffinity 204, sigaltstack 131,
-rt_sigprocmask 14, ioctl 16, getrandom 318, sysinfo 99, statfs 137
+eventfd2 290, socketpair 53, sendmsg 46, recvmsg 47, sendto 44, recvfrom 45, shutdown 48,
+getsockname 51, poll 7, pipe2 293, clone3 435, wait4 61, kill 62, prctl 157, prlimit64 302,
+sched_yield 24, sched_getaffinity 204, sigaltstack 131, rt_sigprocmask 14, ioctl 16, getrandom 318,
+sysinfo 99, statfs 137
 """
 CALLS = {name: Call(int(number)) for name, number in map(str.split, _CALLS.split(","))} | {
     "fcntl(F_ADD_SEALS)": Call(72, 1, value=1033),
