@@ -79,7 +79,8 @@ class _Pickler(pickle.Pickler):
     def __init__(self, hasher: Any, end: int | None, *, has_memo: bool) -> None:
         super().__init__(types.SimpleNamespace(write=hasher.update), 4)
         self.fast, self._end, self._parts_left = not has_memo, end, _MOST_PARTS
-        self.dispatch_table = copyreg.dispatch_table | reducers_of_multiprocessing()
+        if end is None:  # memory that processes share is not in samples
+            self.dispatch_table = copyreg.dispatch_table | reducers_of_multiprocessing()
 
     def persistent_id(self, value: Any) -> Any:
         """Return what is pickled in place of a part; None for the part itself."""
