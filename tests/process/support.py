@@ -132,10 +132,6 @@ class Deaths:
             left.value -= 1
             self._end()
 
-    def allow(self, count: int, place: Any = None) -> None:
-        """Set how often a worker dies at a place, also for workers that run."""
-        self._left[place].value = count
-
     @property
     def left(self) -> int:
         return sum(left.value for left in self._left.values())

@@ -82,21 +82,6 @@ def test_after_a_lost_task_the_dataset_is_put_into_the_store_anew() -> None:
         assert store.sent[3:] == [None, "reference 2"]
 
 
-def test_what_is_done_is_not_waited_for() -> None:
-    """A wait that a signal handler has ended may have taken the wake-up that came with it."""
-    store, events = Store(), Lost()
-
-    def refuse(timeout_s: float | None) -> None:
-        raise AssertionError("nothing would end this wait")
-
-    with opened(store) as pool:
-        send(pool, 0)
-        store.futures[-1].set_exception(ConnectionError())
-        pool._wakeup.wait = refuse  # type: ignore[method-assign]
-        assert pool.wait(None, events)
-    assert len(events) == 1
-
-
 def test_a_task_that_the_executor_has_cancelled_is_lost_and_said_to_be_cancelled() -> None:
     store, events = Store(), Lost()
     with opened(store) as pool:

@@ -1,4 +1,4 @@
-"""When a thread is left behind, and when its answer is waited for."""
+"""When a thread is left behind."""
 
 import contextlib
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from tests.process.support import Calls, wait_until
+from tests.process.support import Calls
 
 
 class Answers(list[tuple[int, Any]]):
@@ -46,18 +46,4 @@ def test_a_thread_that_has_gone_on_to_another_batch_is_not_left_behind() -> None
         finally:
             go.set()
         assert pool.wait(20, answers)
-    assert answers == [(4, [7])]
-
-
-def test_an_answer_that_is_there_is_not_waited_for() -> None:
-    """A wait that a signal handler has ended may have taken the wake-up that came with it."""
-    answers: Any = Answers()
-
-    def refuse(timeout_s: float | None) -> None:
-        raise AssertionError("nothing would end this wait")
-
-    with opened(lambda index: index) as pool:
-        wait_until(lambda: pool._queues.answers)
-        pool._queues.wakeup.wait = refuse  # type: ignore[method-assign]
-        assert pool.wait(None, answers)
     assert answers == [(4, [7])]
