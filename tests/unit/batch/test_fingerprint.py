@@ -22,6 +22,11 @@ class Named:
     value: object
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: object
+
+
 class Odd(torch.Tensor):
     """A tensor class whose every operation fails."""
 
@@ -34,7 +39,8 @@ DIFFERENT = [
     None, True, False, 0, 1, -1, 1.5, 2j, "", "a", "b", "\udc00", b"a", bytearray(b"a"),
     [], [1], [1, 2], [2, 1], (1, 2), {"a": 1}, {"a": 2}, {"b": 1}, [[1], 2], Pair(1, 2),
     "x" * 5000, "x" * 4999 + "y", "y" + "x" * 4999, "x" * 5001, {1}, {2}, {1, 2}, {"a", "b", "c"},
-    Named(1), Named(2), collections.OrderedDict(a=1), dt.date(2020, 1, 1), 10**5000, 10**5000 + 1,
+    Named(1), Named(2), Slotted(1), Slotted(2),
+    collections.OrderedDict(a=1), dt.date(2020, 1, 1), 10**5000, 10**5000 + 1,
     np.array([None, 1], object), torch.nn.Parameter(torch.ones(5)),
     torch.tensor([1.0, 2.0]).to_sparse(), torch.tensor([1.0, 3.0]).to_sparse(),
     np.float32(1), np.zeros(3), np.ones(3), np.zeros(3, np.float32), np.zeros((0, 2)),
