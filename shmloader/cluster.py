@@ -126,8 +126,8 @@ class DaskExecutor(_ClusterExecutor):
         if client.asynchronous:
             raise ValueError(
                 "DaskExecutor takes no client that is asynchronous on this thread, since next() "
-                "would hold up the event loop that sends its tasks: load on another thread "
-                "(asyncio.to_thread), with a client that was made there"
+                "would block its event loop. Load on another thread (asyncio.to_thread), with a "
+                "client that was made there."
             )
         self._client = client
         # Without ``pure=False``, Dask computes a hash of all arguments.

@@ -32,6 +32,7 @@ import torch.utils.data
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
+from shmloader.grammar import counted
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import (
     DEFAULTS,
@@ -225,7 +226,7 @@ class InstallReport:
         """Return a line for each kind of loader."""
         lines = [
             f"{one.loader} of {one.dataset}, num_workers={one.num_workers}: on {one.engine}, "
-            f"{one.epochs} epochs" + (f" ({one.why})" if one.why else "")
+            f"{counted(one.epochs, 'epoch')}" + (f" ({one.why})" if one.why else "")
             for one in self.loaders
         ]
         return "\n".join(lines) or "no loader has begun an epoch since shmloader.install()"

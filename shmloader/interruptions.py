@@ -66,8 +66,8 @@ def describe_interruption(error: BaseException) -> str:
     """Say why an iterator is closed, to follow "the iterator is closed"."""
     return (
         f" since {type(error).__name__}, raised from outside, interrupted it while a batch was in "
-        "transit, which would be missing if it went on. The loader's state_dict() is that of the "
-        "last batch that next() returned."
+        "transit. If it went on, that batch would be missing. The loader's state_dict() is that of "
+        "the last batch that next() returned."
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from shmloader.grammar import counted
 from shmloader.loader.dataloader import DataLoader
 from shmloader.sampling.arguments import choice, flag, whole_number
 
@@ -68,8 +69,8 @@ class LazySequence(Sequence[Any]):
             position = range(self._length)[index]
         except IndexError:
             raise IndexError(
-                f"the {self._name} of {self._length} items made at {self._made_at} has none of "
-                f"index {index}"
+                f"the {self._name} of {counted(self._length, 'item')} made at {self._made_at} has "
+                f"none of index {index}"
             ) from None
         if isinstance(position, range):
             part = partial(_mapped, self.__getitem__, (position,))

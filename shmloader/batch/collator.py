@@ -121,9 +121,8 @@ class Collator:
         except Exception as error:
             if indices is not None and _close_coroutines(samples):
                 raise TypeError(
-                    "the dataset gives coroutines for samples, since __getitem__ is an async def: "
-                    "give fetch_concurrency=, the number of samples of a batch that are awaited at "
-                    "the same time"
+                    "the dataset gives coroutines for samples, since __getitem__ is an async def. "
+                    "Give fetch_concurrency=: how many samples of a batch are awaited at once."
                 ) from error
             explain_collate_error(error, samples, indices)
             raise

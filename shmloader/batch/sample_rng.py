@@ -164,9 +164,8 @@ def sample_rng() -> np.random.Generator:
     current = _CURRENT.get()
     if current is None:
         raise RuntimeError(
-            "sample_rng() works only while a loader with a seed loads a sample: give the loader "
-            "seed=, and call this function in the dataset's __getitem__ (or in the iterator of an "
-            "iterable dataset) or in collate_fn, on the same thread"
+            "sample_rng() works only while a loader with a seed loads a sample. Give the loader "
+            "seed=, and call it in __getitem__, __iter__ or collate_fn, on the same thread."
         )
     if current.rng is None:
         key = int.from_bytes(_end_digest(current.digest, *current.numbers)[32:48], "little")

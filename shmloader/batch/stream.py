@@ -26,6 +26,7 @@ from shmloader.batch.fetch import FetchConfig, Get, is_from_outside
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.errors import SampleTimeoutError
+from shmloader.grammar import counted
 from shmloader.messages import Unsaved
 from shmloader.sampling.hooks import has_own_state, has_state_methods
 
@@ -198,20 +199,19 @@ class StreamFetcher:
 
 def _too_few(checkpoint: Checkpoint, number: int) -> ValueError:
     return ValueError(
-        f"the state does not fit this loader: {checkpoint.given} batches had been delivered of the "
-        f"dataset when the state was saved, and this loader's dataset ends after {number}. Give "
-        "the dataset with which it was saved"
+        "the state does not fit this loader: it was saved after "
+        f"{counted(checkpoint.given, 'batch', 'batches')} of the dataset, and this loader's "
+        f"dataset ends after {number}. Give the dataset with which it was saved."
     )
 
 
 def _other_samples(checkpoint: Checkpoint) -> ValueError:
     return ValueError(
-        f"the state does not fit this loader: read again from "
-        f"{'the start' if checkpoint.snapshot is None else 'its state'}, its dataset yields other "
-        f"samples than the {checkpoint.skip} batches that were delivered before the state was "
-        "saved, so some samples would be lost and others repeated. Make its order depend only on "
-        "the loader's seed=, on the global random generators of a worker process, or on "
-        "get_worker_info().seed; or give it state_dict() and load_state_dict()"
+        f"the state does not fit this loader: from "
+        f"{'the start' if checkpoint.snapshot is None else 'its state'} on, its dataset yields "
+        f"other samples than in the last {checkpoint.skip} before the state. Let its order "
+        "depend only on the loader's seed=, the global random generators of a worker process, or "
+        "get_worker_info().seed. Or give it state_dict() and load_state_dict()."
     )
 
 

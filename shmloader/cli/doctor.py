@@ -142,8 +142,9 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
     parts = list(walk(roots))
     array_bytes = sum(dict(_memory_of(value) for _, value in parts).values())
     objects, object_bytes = estimate_objects(loader.dataset)
-    text = f"{size(array_bytes)} of tensors and arrays that are not in shared memory, about "
-    text += f"{objects:,} Python objects ({size(object_bytes)})"
+    text = f"{size(array_bytes)} of" if array_bytes else "no"
+    text += " tensors and arrays outside shared memory; about "
+    text += f"{counted(objects, 'Python object')} ({size(object_bytes)})"
     if objects >= _MANY_OBJECTS:
         text += "\ndataset = shmloader.share(dataset) keeps the objects in memory only once."
     rows = {"dataset": text}
@@ -152,8 +153,8 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
             if not is_forkable(value):
                 what = "forked workers share it: they disturb each other, or wait for ever"
                 remedy = (
-                    "open or create it in the worker: leave it None in __init__, and make it in "
-                    "__getitem__ when it is None, or in worker_init_fn"
+                    "open or create it in the worker: set it to None in __init__, and make it "
+                    "when __getitem__ first needs it"
                 )
                 complain(path, _name_of(type(value)), what, remedy)
         if torch.cuda.is_initialized():
@@ -167,7 +168,7 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
         except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
             part = find_unpicklable([*roots.values()], [*roots])
             path, value = part or Unpicklable("the arguments of the loader", loader)
-            remedy = "open or create it in the worker; or leave it out in __getstate__"
+            remedy = "open or create it in the worker, and leave it out in __getstate__"
             what = f"it cannot be pickled ({_first_line(error)})"
             complain(path, _name_of(type(value)), what, remedy)
     batch_bytes = 0
@@ -183,9 +184,9 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
         slots = workers * (loader.prefetch_factor or 2) + LEND_LIMIT
         taken = (slots * batch_bytes, workers * object_bytes)
         rows["memory"] = (
-            f"{size(taken[0])} for {slots} batches, up to {size(taken[1])} for the Python objects "
-            f"that {counted(workers, 'worker')} use\nEach further rank takes "
-            f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters: "
+            f"{size(taken[0])} for {slots} batches, up to {size(taken[1])} for copies of Python "
+            f"objects in {counted(workers, 'worker')}\nEach further rank takes "
+            f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters. "
             "share_on_host(build) and worker_scope='host' save most of it."
         )
     return title, rows, problems

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from shmloader.collate.ragged import RaggedBatch
 from shmloader.collate.sequences import Collate, bad_sample, check_samples, differs
-from shmloader.grammar import described_data
+from shmloader.grammar import counted, described_data
 from shmloader.memory.writer import empty
 
 
@@ -92,7 +92,8 @@ class Fields(Collate):
                 raise bad_sample(
                     field,
                     number,
-                    f"is {described_data(sample)}, but should be a tuple of {count} items",
+                    f"is {described_data(sample)}, but should be a tuple of "
+                    f"{counted(count, 'item')}",
                 )
         return list(zip(*samples, strict=True))
 

@@ -25,6 +25,7 @@ from shmloader.collate.sequences import (
     check_samples,
     read_sequences,
 )
+from shmloader.grammar import counted
 from shmloader.memory.writer import empty
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -138,15 +139,15 @@ class Pack(Collate):
         count, fixed = int(lengths.sum()), self._fixed_tokens
         if fixed is not None and count > fixed:
             raise ValueError(
-                f"a batch of {len(lengths)} sequences has {count} tokens, more than "
-                f"fixed_tokens={fixed}: give the loader a batch_sampler with that budget, such as "
-                f"shmloader.sampling.TokenBatches(lengths, max_tokens={fixed})"
+                f"a batch of {counted(len(lengths), 'sequence')} has {count} tokens, more than "
+                f"fixed_tokens={fixed}. Give the loader a batch_sampler with that budget, such as "
+                f"shmloader.sampling.TokenBatches(lengths, max_tokens={fixed})."
             )
         if fixed is not None and count < fixed:
             lengths = np.append(lengths, fixed - count)
         if self._fixed_sequences is not None and len(lengths) > self._fixed_sequences:
             raise ValueError(
-                f"a batch has {len(lengths)} sequences, counting the filler, more than "
+                f"a batch has {counted(len(lengths), 'sequence')} with the filler, more than "
                 f"fixed_sequences={self._fixed_sequences}: raise it"
             )
         return lengths

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shmloader.grammar import counted
 from shmloader.interruptions import Caught, attempt
 
 #: A point in a stream, such as a ``torch.Event``, complete when all earlier work of the stream is.
@@ -67,8 +68,8 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
     index: int | None = device.index
     if (index or 0) >= count:
         raise RuntimeError(
-            f"{argument}='{device}' does not exist: torch {torch.__version__} finds {count} "
-            f"{device.type} devices here"
+            f"{argument}='{device}' does not exist: torch {torch.__version__} finds "
+            f"{counted(count, f'{device.type} device')} here"
         )
     return torch.device(device.type, current_index(device.type)) if index is None else device
 

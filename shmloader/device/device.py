@@ -29,6 +29,7 @@ import torch
 
 from shmloader.device.backend import Backend, CudaDriver, Event, relax_this_thread
 from shmloader.device.stage import Stage, all_tensors, is_small, map_tensors, pin_block, split_block
+from shmloader.grammar import size
 from shmloader.interruptions import probe
 from shmloader.memory.arena import Slot
 from shmloader.memory.pickled import sparse_parts
@@ -79,12 +80,12 @@ class PageLocks:
             wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
             with first.ready():
                 error = self._lock(why, slot.address, wanted)
-            why = error and f"page-locking {wanted} bytes was refused: {error}"
+            why = error and f"page-locking {size(wanted)} was refused: {error}"
         if why:
             self._is_refused = True
             warnings.warn(
-                f"shmloader copies batches to {first.device} by way of pinned memory, since its "
-                f"shared memory cannot be page-locked ({why})",
+                f"shmloader copies batches to {first.device} through pinned memory: its shared "
+                f"memory cannot be page-locked ({why})",
                 RuntimeWarning,
                 stacklevel=2,
             )

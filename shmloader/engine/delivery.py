@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.dataset_state import Saved, dump_in_main, read
-from shmloader.grammar import warn_user
+from shmloader.grammar import size, warn_user
 from shmloader.messages import Unsaved
 
 # States are warned of from this size on, or if they take more than this share of the time of
@@ -207,11 +207,11 @@ class StateCost:
         if nbytes < _LARGE_BYTES and not is_slow:
             return
         self._has_warned = True
-        cost = f"{nbytes / 1e6:.1f} MB with each batch"
+        cost = f"{size(nbytes)} with each batch"
         if nbytes < _LARGE_BYTES:
             cost = f"{self._states_ns / max(1, self._batches_ns):.2f} times the batches' own time"
         warn_user(
             f"the loader saves the state of the dataset for each batch, which costs {cost}. Set "
             "snapshot_every_n_steps=0 if no state is needed. For an iterable dataset, 100 saves it "
-            "rarely; 1 saves it for each batch without this warning."
+            "rarely, and 1 saves it for each batch without this warning."
         )

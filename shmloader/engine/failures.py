@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from shmloader.batch.failures import LISTED, SampleReport, describe_index
 from shmloader.errors import TooManyFailures
-from shmloader.grammar import describe_worker
+from shmloader.grammar import counted, describe_worker
 
 #: If ``max_failures`` is a share, it is checked from this many samples on, and at an epoch's end.
 JUDGED_FROM = 100
@@ -67,7 +67,7 @@ class FailureList(Sequence[_Failed], Generic[_Failed]):
         return list(self._newest)[index]
 
     def __repr__(self) -> str:
-        return f"<{self.total} failures, the newest {len(self)}: {list(self._newest)!r}>"
+        return f"<{counted(self.total, 'failure')}, the newest {len(self)}: {list(self._newest)!r}>"
 
 
 class FailureLimit:
@@ -162,8 +162,8 @@ class FailureWatch:
             index = describe_index(bad.index)
             if self._last is None:
                 _log.warning(
-                    "the sample of index %s failed and is %s (%s, on_error): %s; further "
-                    "failures of this epoch are counted in the loader's `failures` but not logged",
+                    "the sample of index %s failed and is %s (%s, on_error): %s. Further failures "
+                    "of this epoch are not logged; `failures` of the loader counts them.",
                     index,
                     "replaced" if self._replaces or self._copies else "left out",
                     who,
@@ -183,7 +183,7 @@ class FailureWatch:
             return None
         return self._too_many(
             f"all samples of {batch} failed, and none is left for the batch. A "
-            "batch of one rank cannot be left out while the other ranks have theirs"
+            "rank cannot leave out a batch while the other ranks have theirs"
         )
 
     def end_epoch(self) -> TooManyFailures | None:

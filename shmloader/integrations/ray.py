@@ -52,10 +52,10 @@ def _of_rank(loader: DataLoader[Any], count: int, rank: int) -> DataLoader[Any]:
     """Return a loader of the same class with the samples of one of ``count`` ranks."""
     if loader.batch_size is None or not _has_default_sampler(loader):
         raise ValueError(
-            "prepare_data_loader divides the samples by a DistributedSampler, which would replace "
-            f"your {type(loader.sampler).__name__}: give batch_size and shuffle=; or a sampler or "
-            "batch sampler that yields only what is its rank's, and has num_replicas and rank, "
-            "such as shmloader.sampling.ShardedSampler"
+            "prepare_data_loader would replace your "
+            f"{type(loader.sampler).__name__} by a DistributedSampler. Give batch_size and "
+            "shuffle= instead, or a sampler with num_replicas and rank that yields the samples of "
+            "one rank, such as shmloader.sampling.ShardedSampler."
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,

@@ -358,9 +358,9 @@ class DataLoader(ResumableLoader[_T_co]):
             given_by = "num_workers='auto'" if executor is None else "executor="
             if not is_plain_data(dataset):
                 warn_user(
-                    f"{given_by} lets any idle worker take the next batch, so random numbers that "
-                    "samples draw depend on the worker, and so on the machine's speed. seed= makes "
-                    "them independent of that; safe to ignore if samples use no random numbers."
+                    f"{given_by} lets any idle worker take the next batch, so random augmentation "
+                    "depends on timing. Give seed= to make it reproducible. Without random numbers "
+                    "in samples, this is safe to ignore."
                 )
 
     @property

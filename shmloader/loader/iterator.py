@@ -54,8 +54,8 @@ def _refuse(first: int, second: int) -> NoReturn:
     """Raise the error for a call on a thread that began before that on another had ended."""
     if first in {thread.ident for thread in threading.enumerate()} - {second}:
         raise RuntimeError(
-            "another thread is in next() of this iterator, which only one thread at a time may "
-            "use: hold a lock around next(), or give each thread its own loader"
+            "another thread is in next() of this iterator. Hold a lock around next(), or give "
+            "each thread its own loader."
         )
     raise ClosedLoaderError(
         "the iterator cannot go on: a call of next() on this thread is still running, or did not "

@@ -35,7 +35,7 @@ from torch.utils.data.datapipes.datapipe import (
     _MapDataPipeSerializationWrapper,
 )
 
-from shmloader.grammar import warn_user
+from shmloader.grammar import size, warn_user
 from shmloader.interruptions import probe
 from shmloader.memory.limits import why_unsupported
 from shmloader.pools.adapting import AutoCount
@@ -212,7 +212,7 @@ _TABLE = (
     Option(
         "max_failures",
         None,
-        "an int, 0 or more, or a share above 0 and at most 1 (a float or a Fraction)",
+        "an int, 0 or more, or a fraction of the samples, above 0 and at most 1",
         Real,
         _is_share_or_count,
         _share_or_count,
@@ -248,8 +248,8 @@ _TABLE = (
     Option(
         "executor",
         None,
-        "a concurrent.futures.Executor of processes, for Dask "
-        "shmloader.cluster.DaskExecutor(client); thread_pool=True makes batches on threads",
+        "a concurrent.futures.Executor of processes (for Dask, "
+        "shmloader.cluster.DaskExecutor(client); for threads, thread_pool=True)",
         concurrent.futures.Executor,
         _has_processes,
         needs="workers, indices",
@@ -300,9 +300,9 @@ def read_options(loader: Any) -> dict[str, Any]:
         _SCOPE.check_needs(loader)
         if loader._saves_dataset:
             raise ValueError(
-                "a dataset with state_dict() cannot be combined with worker_scope='host', since "
-                "its state in a worker would be that of several ranks; snapshot_every_n_steps=0 "
-                "leaves it out of the loader's state"
+                "a dataset with state_dict() cannot be combined with worker_scope='host', whose "
+                "workers load for several ranks. snapshot_every_n_steps=0 leaves the dataset out "
+                "of the loader's state."
             )
     if isinstance(loader.num_workers, AutoCount):
         _AUTO.check_needs(loader)
@@ -356,18 +356,18 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     sharing, wrong, get = loader._sharing, "", values.get
     if get("max_failures") is not None and get("on_error", "raise") == "raise":
         wrong = (
-            "max_failures counts samples that on_error='skip' leaves out or a function replaces; "
-            "with on_error='raise' the first one raises"
+            "max_failures has no effect with on_error='raise', since the first bad sample raises. "
+            "Give on_error='skip' or a function."
         )
     elif get("device_transform") is not None and loader.device is sharing.devices is None:
         wrong = (
-            "device_transform is called with the batch on the device and needs device=; on the "
-            "CPU, transform in the dataset or collate_fn, where workers do it"
+            "device_transform needs device=. On the CPU, transform in the dataset or in "
+            "collate_fn, where workers do it."
         )
     elif get("seed") is not None and loader.generator is not None and sharing.ranks is None:
         wrong = (
-            "seed is mutually exclusive with generator: seed= decides the order and all random "
-            "numbers, which torch draws from generator="
+            "seed is mutually exclusive with generator: give either seed= (recommended) or "
+            "generator=, not both"
         )
     elif (get("seed", get("sample_timeout")) is not None) and is_data_pipe(loader.dataset):
         wrong = "seed and sample_timeout cannot be given for a data pipe, which torch itself loads"
@@ -389,9 +389,8 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
     share = shm_bytes // slot_count // mmap.PAGESIZE * mmap.PAGESIZE
     if share < MINIMUM_SLOT_BYTES:
         raise ValueError(
-            f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots. "
-            f"Raise shm_size to {slot_count * MINIMUM_SLOT_BYTES} or more, or lower num_workers or "
-            "prefetch_factor."
+            f"shm_size of {size(shm_bytes)} leaves {size(share)} for each of {slot_count} slots, "
+            f"too little. Give shm_size='{-(-slot_count * MINIMUM_SLOT_BYTES >> 10)}KiB' or more."
         )
     return share
 
@@ -425,7 +424,7 @@ def check_last_batch(
         if batch_sampler is not None:
             wrong = "is mutually exclusive with batch_sampler, which makes the batches"
     elif last_batch == "pad":
-        wrong = "is for ShardedDataLoader, whose ranks need equally many batches"
+        wrong = "works only with ShardedDataLoader: use 'keep', 'discard' or 'rollover'"
     elif isinstance(drops, bool):
         if last_batch != ("discard" if drops else "keep"):
             warn_user(

@@ -438,10 +438,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             is_apart = self.thread_pool or self.executor is not None or self._adapter is not None
             if is_apart and self._asks_for_state:
                 warn_user(
-                    "the dataset has state_dict() and load_state_dict(), but with threads, an "
-                    "executor or num_workers='auto', the loader's state does not contain the "
-                    "dataset's: save it yourself, use a fixed number of worker processes, or set "
-                    "snapshot_every_n_steps=0 if it need not be saved"
+                    "with threads, an executor or num_workers='auto', the loader's state does not "
+                    "contain that of the dataset. Use a fixed number of worker processes, or save "
+                    "it yourself. snapshot_every_n_steps=0 stops this warning."
                 )
             return
         is_mid = plan.epoch is not None and not plan.progress.is_ended
@@ -503,7 +502,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             raise ValueError(
                 f"the state does not fit this loader: it {other} the states of the dataset, which "
                 f"this loader {one}. Give the dataset and the arguments with which the state was "
-                "saved; or set snapshot_every_n_steps=0 in both, if these states need not be saved"
+                "saved. If no state of the dataset is needed, set snapshot_every_n_steps=0 in both."
             )
 
     def _check_has_state(self) -> None:

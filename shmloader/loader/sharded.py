@@ -369,8 +369,8 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
         if divides_for_ranks(given) and not _is_own_share(given):
             raise ValueError(
                 f"{type(given).__name__} gives a part of the samples to each rank, and "
-                "ShardedDataLoader would divide that part again: use shuffle=True, or a sampler of "
-                "all samples; or use DataLoader with this sampler"
+                "ShardedDataLoader would divide that part again. Give a sampler of all samples, "
+                "such as shuffle=True, or use DataLoader with this sampler."
             )
 
 
@@ -388,8 +388,8 @@ def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler:
     if num_shards is not None:
         if has_batch_sampler:
             raise ValueError(
-                "num_shards is mutually exclusive with batch_sampler, whose steps are lists of as "
-                "many index lists as there are shards"
+                "num_shards is mutually exclusive with batch_sampler. Let the batch sampler yield "
+                "a list of num_shards index lists for each step."
             )
         num_shards = whole_number(num_shards, "num_shards", minimum=1)
     if devices is None:

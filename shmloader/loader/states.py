@@ -44,8 +44,8 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     if isinstance(pickled, Caught):
         raise RuntimeError(
             f"the loader's state cannot be pickled: {pickled.error}. Return only values that can "
-            "be pickled from state_dict() of the dataset and the sampler; or set state_dict = None "
-            "in its class, or snapshot_every_n_steps=0 for a dataset"
+            "be pickled from state_dict() of the dataset and the sampler. To leave that state out, "
+            "set state_dict = None in its class, or snapshot_every_n_steps=0 for a dataset."
         ) from pickled.error
     copy: dict[str, Any] = pickle.loads(pickled)
     copy["checksum"] = _checksum(copy)
@@ -92,8 +92,8 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise ValueError(
-            "the state is damaged, or was changed after state_dict() had returned it: its checksum "
-            f"is wrong: {reprlib.repr(state)}"
+            "the state is damaged, or was changed after state_dict() had returned it. Its "
+            f"checksum is wrong: {reprlib.repr(state)}"
         )
     check_facts(state, facts)
     return state

@@ -33,7 +33,7 @@ from weakref import ref
 import numpy as np
 
 from shmloader.errors import SharedMemoryError
-from shmloader.grammar import size
+from shmloader.grammar import counted, size
 from shmloader.process_state import PROCESS
 
 #: Name of the anonymous files, as /proc/<pid>/maps shows it.
@@ -308,12 +308,12 @@ class Arena:
         return -1 if self._file.closed else self._file.fileno()
 
     def describe_limit(self, needed_bytes: int) -> str:
-        """Return what keeps a slot from having more than ``slot_bytes``, and the remedy."""
+        """Return how much a slot may have, why, and the remedy."""
         count = len(self.slots)
         mebibytes = -(-count * whole_pages(needed_bytes) // (1 << 20))
         return (
-            f"raise shm_size (or `ulimit -f`), which its slots share equally, {count} in all: "
-            f"shm_size='{mebibytes}MiB' suffices for this"
+            f"shm_size (or `ulimit -f`) leaves only {size(self.slot_bytes)} for each of "
+            f"{counted(count, 'slot')}. Raise it: shm_size='{mebibytes}MiB' suffices for this"
         )
 
     def reach(self, slot: Slot, end: int, *, likely: int = 0) -> None:

@@ -237,8 +237,8 @@ def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
         return NotImplemented
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
-            "a tensor that requires_grad and is not a leaf cannot be sent to another process, "
-            "since autograd does not cross processes: detach() it in the dataset or collate_fn"
+            "a tensor that requires grad and is not a leaf cannot be sent to another process. "
+            "detach() it in the dataset or collate_fn: autograd does not cross processes."
         )
     if not is_dense:
         return _reduce_sparse(tensor)

@@ -31,6 +31,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
+from shmloader.grammar import size
 from shmloader.memory.arena import ALIGNMENT, EXCESS_BYTES, Arena, Slot, has_excess
 from shmloader.memory.compiled import copy_rows as _copy_rows
 from shmloader.memory.limits import MemoryAdmission
@@ -150,9 +151,9 @@ class SlotWriter:
         end = start + nbytes
         if end > arena.slot_bytes:
             raise SharedMemoryError(
-                f"a batch needs at least {end} bytes of shared memory, and its slot may "
-                f"have {arena.slot_bytes}: {arena.describe_limit(end)}; or "
-                "lower batch_size, num_workers or prefetch_factor."
+                f"a batch needs at least {size(end)} of shared memory, but "
+                f"{arena.describe_limit(end)}. Or lower batch_size, num_workers or "
+                "prefetch_factor."
             )
         if end > slot.nbytes:
             self._has_array = False

@@ -114,8 +114,8 @@ class Pipeline:
         if self._flow and not is_resumed and isinstance(source, Iterator | AsyncIterator):
             raise RuntimeError(
                 f"the pipeline's source, {described_type(source)}, is an iterator, and an earlier "
-                "epoch has taken items from it: give add_source an iterable that can be iterated "
-                "again (an object with __iter__), or build a pipeline for each epoch"
+                "epoch has taken items from it. Give add_source an object whose __iter__ begins "
+                "again, or build a pipeline for each epoch."
             )
         self._has_iterator, self._pid = False, os.getpid()
         try:

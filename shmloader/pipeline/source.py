@@ -14,7 +14,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from shmloader.grammar import described_type
+from shmloader.grammar import counted, described_type
 from shmloader.pipeline.config import PipelineConfig, Source
 from shmloader.pipeline.stages import Checkpoint
 from shmloader.sampling.hooks import has_own_state
@@ -73,9 +73,9 @@ class SourceReader:
     def _check_read(self, found: int) -> None:
         if found < self._read:
             raise RuntimeError(
-                f"the source yielded {found} items from its loaded state on, but {self._read} were "
-                "read from there when the state was saved: its data has changed, or its "
-                "load_state_dict() does not restore what its state_dict() returned"
+                f"the source yielded {counted(found, 'item')} from its loaded state on, but "
+                f"{self._read} were read when the state was saved. Its data has changed, or its "
+                "load_state_dict() does not restore what its state_dict() returned."
             )
 
     def checkpoint(self) -> Checkpoint | None:

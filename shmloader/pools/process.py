@@ -10,6 +10,7 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
+from shmloader.grammar import size
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import DONE, NO_EPOCH, RECEIVE_BYTES, TASK
@@ -97,11 +98,10 @@ class ProcessPool(WorkerProcesses):
     def _spill(self, ticket: SentTicket, body: bytes) -> messages.Spilled:
         """Put a long index list into the ticket's slot."""
         memory, nbytes = self.memory, len(body)
-        most_bytes = memory.arena.slot_bytes
-        if nbytes > most_bytes:
+        if nbytes > memory.arena.slot_bytes:
             raise SharedMemoryError(
-                f"the indices of batch {ticket.seq} take {nbytes} bytes, and a slot may have "
-                f"{most_bytes}: {memory.arena.describe_limit(nbytes)}; or lower batch_size."
+                f"the indices of batch {ticket.seq} take {size(nbytes)}, but "
+                f"{memory.arena.describe_limit(nbytes)}. Or lower batch_size."
             )
         memory.grow(ticket.slot_id, nbytes).memory[:nbytes] = body
         memory.count_pages(ticket.slot_id, nbytes)

@@ -61,7 +61,7 @@ _TRIES = 7
 
 _LOCKED = (
     "no worker could be forked: another thread draws from torch's random generator all the time, "
-    "so its lock is held in each child; give multiprocessing_context='forkserver'"
+    "so its lock is held in each child. Give multiprocessing_context='forkserver'."
 )
 
 # It begins with torch's own text, but leaves out torch's advice to use fork.
@@ -72,8 +72,9 @@ _PICKLE_WARNING = (
 )
 
 _OPEN_IN_WORKER = (
-    "Open it in the worker: set it to None in __init__, and create it when it is first used, or in "
-    "worker_init_fn (torch.utils.data.get_worker_info().dataset is the worker's own copy)."
+    "Open it in the worker: set it to None in __init__, and create it when it is first used. "
+    "worker_init_fn can do that, too: torch.utils.data.get_worker_info().dataset is the worker's "
+    "own copy."
 )
 
 

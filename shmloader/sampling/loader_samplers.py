@@ -181,8 +181,8 @@ def leave_out_repeats(batch_sampler: Any) -> None:
             return
     if isinstance(probe(batch_sampler, "sampler"), SeededShardSampler):
         warnings.warn(
-            "this release of Lightning is not known to shmloader: where it predicts with a "
-            "ShardedDataLoader, there may be two predictions for samples that fill up the last "
-            "batches, or none for samples that are discarded: predict with a DataLoader",
+            "this release of Lightning is not known to shmloader. Predict with a DataLoader: a "
+            "ShardedDataLoader may predict samples that fill up the last batches twice, and "
+            "discarded ones never.",
             stacklevel=3,
         )

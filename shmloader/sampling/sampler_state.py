@@ -62,8 +62,8 @@ FEW = 8
 _NOTHING: dict[Any, Any] = {}
 
 _REMEDY = (
-    "Correct its state_dict(), or set state_dict = None in its class: the sampler is then iterated "
-    "again from the epoch's beginning when the loader is resumed"
+    "Correct its state_dict(), or set state_dict = None in its class. A resumed loader then "
+    "iterates the sampler again from the epoch's beginning."
 )
 
 
@@ -227,9 +227,9 @@ class SamplerState:
 #: Entry of the state of an epoch from which other code has drawn batches first.
 DRAWN_ELSEWHERE = {
     "unsaved": Unsaved(
-        "the state of this epoch cannot be saved: other code has drawn batches from the sampler "
-        "before the loader did, as toolkits do to resume, so the position is not known. Save the "
-        "toolkit's state, or call state_dict() in the next epoch."
+        "the state of this epoch cannot be saved: other code, such as a toolkit, has drawn batches "
+        "from the sampler before the loader did. Save the toolkit's state, or call state_dict() in "
+        "the next epoch."
     )
 }
 
@@ -310,8 +310,8 @@ class DrawnEpoch:
             raise ValueError(
                 f"the state does not fit this loader: the {kind} of this loader yields another "
                 f"batch {self.progress.start - 1} than that of the run whose state this is. Its "
-                "order must be the same whenever it is iterated for the same epoch: seed it, or "
-                "give it a generator=, a set_epoch(), or state_dict() and load_state_dict()"
+                "order must be the same whenever it is iterated for the same epoch. Seed it, or "
+                "give it a generator=, a set_epoch(), or state_dict() and load_state_dict()."
             )
 
 

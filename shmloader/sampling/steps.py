@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from shmloader.grammar import counted
 from shmloader.sampling.indices import IndexArray, Permutation
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import RngState
@@ -360,7 +361,7 @@ def restart_if_exhausted(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 def too_few(position: int, count: int, source: str) -> ValueError:
     """Return the error for a state whose position, in batches, is beyond the epoch's end."""
     return ValueError(
-        f"the state does not fit this loader: it was saved after {position} batches of an epoch, "
-        f"and the {source} of this loader yields only {count}. Give the sampler, dataset and "
-        "batch_size with which it was saved"
+        "the state does not fit this loader: it was saved after "
+        f"{counted(position, 'batch', 'batches')} of an epoch, and the {source} of this loader "
+        f"yields only {count}. Give the sampler, dataset and batch_size with which it was saved"
     )

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from shmloader.grammar import counted
 from shmloader.memory.pickled import (
     PICKLE_ERRORS,
     OutOfBand,
@@ -278,7 +279,7 @@ class SharedList(Sequence[_T]):
     __hash__ = None  # type: ignore[assignment]  # as a list's
 
     def __repr__(self) -> str:
-        return f"<SharedList of {len(self)} items>"
+        return f"<SharedList of {counted(len(self), 'item')}>"
 
 
 #: Where the index of a dict's keys lies in its segment: the offsets of two tables of int64. The
@@ -394,4 +395,4 @@ class SharedDict(Mapping[_K, _V]):
         return _Items(self)
 
     def __repr__(self) -> str:
-        return f"<SharedDict of {len(self)} items>"
+        return f"<SharedDict of {counted(len(self), 'item')}>"

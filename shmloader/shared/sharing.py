@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.grammar import counted, size
 from shmloader.interruptions import probe
 from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.memory.pickled import is_plain
@@ -281,9 +282,8 @@ def describe_many(dataset: object, worker_count: int) -> str | None:
     if count <= MANY:
         return None
     return (
-        f"the dataset holds about {count / 1e6:.1f} million Python objects "
-        f"({nbytes / 1e6:,.0f} MB). Each of {worker_count} worker processes gets its own "
-        "copy of those that it uses (page by page with fork, at once with spawn and forkserver), "
-        f"up to {nbytes * worker_count / 1e6:,.0f} MB in all. If they lie in long lists or "
-        "dicts, dataset = shmloader.share(dataset) keeps them in memory only once."
+        f"the dataset holds about {count / 1e6:.1f} million Python objects ({size(nbytes)}). "
+        f"{counted(worker_count, 'worker process', 'worker processes')} may copy them, up to "
+        f"{size(nbytes * worker_count)} in all. If they lie in long lists or dicts, dataset = "
+        "shmloader.share(dataset) keeps them in memory only once."
     )

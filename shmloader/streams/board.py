@@ -36,9 +36,9 @@ def store_of_job() -> Any:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError(
-            "the ranks of a stream tell one another where its readers are: call "
+            "the ranks of a stream tell one another where its readers are. Call "
             "torch.distributed.init_process_group() before the first epoch, or give the stream a "
-            "store= of torch.distributed that all ranks share"
+            "store= of torch.distributed that all ranks share."
         )
     from torch.distributed import distributed_c10d  # noqa: PLC0415 - not in every build of torch
 

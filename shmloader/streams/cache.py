@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shmloader.errors import ShardError
+from shmloader.grammar import size
 from shmloader.streams.download import NoSpaceError, download
 from shmloader.streams.files import local_path
 from shmloader.streams.index import SUFFIX, cache_folder
@@ -119,7 +120,7 @@ class ShardCache:
         except NoSpaceError as error:
             raise ShardError(
                 f"shard {url} does not fit on the disk of {self.directory}, where shards may take "
-                f"{self.limit:,} bytes. Lower the cache's limit=, or choose another directory=",
+                f"{size(self.limit)}. Lower the cache's limit=, or choose another directory=",
                 url,
             ) from error
         except OSError as error:

@@ -62,7 +62,7 @@ def download(
             files.get_file(remote, str(path))
             received = path.stat().st_size
             if size is not None and received != size:
-                raise _ShortReadError(f"{received} of {size} bytes came")
+                raise _ShortReadError(f"{received:,} of {size:,} bytes came")
         except (ImportError, ShardError):
             raise
         except Exception as error:

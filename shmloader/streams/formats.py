@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from shmloader.errors import ShardError
+from shmloader.grammar import counted
 from shmloader.streams.files import is_compressed, read_errors
 
 
@@ -128,8 +129,8 @@ def check_numbers(path: str, numbers: Sequence[int], count: int) -> None:
     for number in numbers:
         if not 0 <= number < count:
             raise ShardError(
-                f"shard {path} has {count} records, but record {number} was asked for. Has it "
-                "changed since its records were counted?",
+                f"shard {path} has {counted(count, 'record')}, but record {number} was asked for. "
+                "Has it changed since its records were counted?",
                 path,
                 number,
             )

@@ -129,7 +129,7 @@ class ReaderOrder(Order):
             self._has_warned_of_ranks = True
             warn_user(
                 f"each of the {known[1]} ranks reads the whole stream, as DataLoader does not "
-                "divide it: use ShardedDataLoader, or ignore this where that is what you want"
+                "divide it. ShardedDataLoader does."
             )
 
     def check_workers(self, count: int) -> None:
@@ -260,7 +260,7 @@ class ReaderOrder(Order):
         rank, world_size = self._cut
         return (
             f"rank {rank} of {world_size} waits to hear from the other ranks which readers of the "
-            "stream have ended; all ranks have to iterate their loaders in step"
+            "stream have ended. All ranks have to iterate their loaders in step"
         )
 
     def _next(self) -> Reading:

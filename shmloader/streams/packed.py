@@ -143,7 +143,7 @@ class Packed(Stage):
                 return most, shorter
             raise ValueError(
                 f"a record of {length} tokens is longer than max_tokens={most}, and has no tensor, "
-                "array or list of that length to cut: give too_long='drop', or cut it in map()"
+                "array or list of that length to cut. Give too_long='drop', or cut it in map()."
             )
         raise ValueError(
             f"a record of {length} tokens is longer than max_tokens={most}: give more max_tokens, "

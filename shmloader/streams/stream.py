@@ -140,8 +140,8 @@ class Stream(IterableDataset[Any]):
         if flag(rolling, "rolling") and not self._root.seeks:
             warn_user(
                 "the shards of this stream can be read only from their beginnings, so a rolling "
-                "shuffle is slow to resume: shuffle without rolling=True, or use uncompressed "
-                "shards of a format that seeks, such as open_tar"
+                "shuffle is slow to resume. Shuffle without rolling=True, or use uncompressed "
+                "shards of a format that seeks, such as open_tar."
             )
         return self._then(Rolling if rolling else Windowed, count, self._root.seed)
 

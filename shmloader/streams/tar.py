@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shmloader.grammar import counted
 from shmloader.streams.files import ReadAhead, ShardFile, is_compressed, open_file
 from shmloader.streams.formats import check_numbers, reading, unreadable
 from shmloader.streams.headers import DamagedArchiveError, files_of
@@ -176,7 +177,7 @@ def _make(path: str) -> Arrays:
                 offsets.append(offset)
                 sizes.append(nbytes)
     except DamagedArchiveError as error:
-        raise unreadable(path, f"after {len(keys)} samples, {error}") from error
+        raise unreadable(path, f"after {counted(len(keys), 'sample')}, {error}") from error
     return {
         "firsts": np.array([*firsts, len(offsets)], np.int64),
         "offsets": np.array(offsets, np.int64),

@@ -100,7 +100,7 @@ def test_where_the_state_cannot_be_saved_that_is_said(options) -> None:
     workers: Any = 2 if "thread_pool" in options else "auto"
     with make(workers, **options) as loader:
         next(iter(loader))
-        with pytest.warns(UserWarning, match="does not contain the dataset's: save it yourself"):
+        with pytest.warns(UserWarning, match="does not contain that of the dataset"):
             loader.state_dict()
 
 

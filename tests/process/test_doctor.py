@@ -211,7 +211,7 @@ def test_memory_is_that_of_tensors_objects_and_batches(doctor) -> None:
     dataset = Holding([tensor, tensor[3:], array, array[5:], [str(i) for i in range(300_000)]])
     loader = shmloader.DataLoader(dataset, 8, num_workers=3, prefetch_factor=4)
     rows = doctor.examine(loader)["rows"]
-    assert rows["dataset"].startswith(f"{size(40_000 + 4_000)} of tensors and arrays")
+    assert rows["dataset"].startswith(f"{size(40_000 + 4_000)} of tensors and arrays outside")
     assert "shmloader.share(dataset)" in rows["dataset"]
     assert rows["batch"] == size(8 * 16 * 8)
     slots = 3 * 4 + 4
@@ -223,7 +223,9 @@ def test_what_lies_in_shared_memory_does_not_count(doctor, tmp_path) -> None:
     mapped = np.memmap(tmp_path / "data", np.uint8, "w+", shape=(3_000,))
     shared = shmloader.share(np.zeros(1_000))
     found = doctor.examine(Holding([mapped, shared, torch.zeros(500).share_memory_()]))
-    assert found["rows"]["dataset"].startswith("0 B of tensors and arrays that are not in shared")
+    assert found["rows"]["dataset"].startswith(
+        "no tensors and arrays outside shared memory; about 2 Python objects"
+    )
 
 
 def test_a_walk_runs_no_code_of_the_user_s() -> None:

@@ -295,7 +295,7 @@ def test_coroutines_without_fetch_concurrency_are_refused_by_each_batch(options,
     with DataLoader(Subset(AsyncSquares(4), range(4)), seed=seed, **options, **workers) as loader:
         batches = iter(loader)
         for _ in range(2):
-            with pytest.raises(TypeError, match=r"dataset gives coroutines .* give fetch_conc"):
+            with pytest.raises(TypeError, match=r"dataset gives coroutines .* Give fetch_conc"):
                 next(batches)
 
 

@@ -66,7 +66,7 @@ def test_another_worker_is_forked_for_one_that_finds_torchs_lock_held(
 def test_that_is_given_up_if_it_never_helps(monkeypatch) -> None:
     monkeypatch.setattr("shmloader.pools.worker.report_unlocked", lambda _: signal.pause())
     monkeypatch.setattr("shmloader.pools.starting._FIRST_WAIT_S", 0.01)
-    with pytest.raises(RuntimeError, match="give multiprocessing_context='forkserver'"):
+    with pytest.raises(RuntimeError, match="Give multiprocessing_context='forkserver'"):
         batches()
 
 

@@ -562,7 +562,7 @@ def test_outside_of_a_seeded_loader_there_is_no_generator() -> None:
     for options in ({}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}):
         with (
             DataLoader(Calls(sample, 2), **options) as loader,
-            pytest.raises(RuntimeError, match=r"give the loader seed="),
+            pytest.raises(RuntimeError, match=r"Give the loader seed="),
         ):
             next(iter(loader))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader, SharedMemoryError
+from shmloader.grammar import size
 from tests.process.support import Calls, only
 
 SLOTS = 2 * 2 + 4
@@ -35,13 +36,13 @@ def test_a_batch_over_its_share_raises_with_numbers_and_the_rest_goes_on(in_orde
             seen.append(len(next(batches)))
         except SharedMemoryError as error:
             told.append(str(error))
-            seen.append(next(n for n in sizes if f"{n} bytes" in str(error)))
+            seen.append(next(n for n in sizes if size(n) in str(error)))
     assert len(told) == 2
-    assert all(f"its slot may have {MIB}:" in text for text in told)
+    assert all(f"leaves only {size(MIB)} for each of" in text for text in told)
     assert issubclass(SharedMemoryError, MemoryError)
     # What they say to do helps.
-    enough = sorted(re.search(r"(\d+) in all: shm_size='(\d+)MiB' suff", text)[2] for text in told)
-    assert [int(size) for size in enough] == [2 * SLOTS, 3 * SLOTS]
+    enough = sorted(re.search(r"shm_size='(\d+)MiB' suff", text)[1] for text in told)
+    assert [int(one) for one in enough] == [2 * SLOTS, 3 * SLOTS]
     assert seen == sizes if in_order else sorted(seen) == sorted(sizes)
     with pytest.raises(StopIteration):
         next(batches)
@@ -111,8 +112,8 @@ def test_an_exception_class_too_large_for_the_cap_is_told() -> None:
 def test_a_small_batch_then_a_very_large_one() -> None:
     sizes = [1000, 200_000_000, 1000, 100_000_000, 10]
     loader = DataLoader(Calls(of_bytes, len(sizes)), sampler=sizes, batch_size=None, num_workers=2)
-    for size, batch in zip(sizes, loader, strict=True):
-        assert_whole(batch, size)
+    for nbytes, batch in zip(sizes, loader, strict=True):
+        assert_whole(batch, nbytes)
 
 
 @pytest.mark.sampled(1)

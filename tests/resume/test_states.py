@@ -359,7 +359,7 @@ def test_a_sampler_that_gives_another_order_or_too_little_is_found_out():
         return shmloader.DataLoader(Squares(), 4, sampler=order)
 
     _, state = saved(another([*range(40)]), 3)
-    with pytest.raises(ValueError, match=r"yields another batch 2 .*seed it"):
+    with pytest.raises(ValueError, match=r"yields another batch 2 .*Seed it"):
         resumed(another([*range(1, 41)]), state)
     _, state = saved(another([*range(40)]), 8)
     with pytest.raises(ValueError, match="this loader yields only 5"):

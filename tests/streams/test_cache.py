@@ -245,7 +245,7 @@ def test_a_full_disk_is_named_with_the_limit(directory, files, monkeypatch):
         fetch(ShardCache(directory, limit=1_000_000), "40-a")
     assert str(info.value) == (
         f"shard fake://shards/40-a does not fit on the disk of {directory}, where shards may take "
-        "1,000,000 bytes. Lower the cache's limit=, or choose another directory="
+        "1.0 MB. Lower the cache's limit=, or choose another directory="
     )
     assert (reads(), names(directory)) == (["40-a"], [])
 

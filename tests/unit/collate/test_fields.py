@@ -104,7 +104,7 @@ def test_columns_are_stacked_as_their_items_are(rows):
         (
             Fields(Pad()),
             [([1],), ([1], 2)],
-            "sample 1 .* is a tuple of length 2, but .* of 1 items",
+            "sample 1 .* is a tuple of length 2, but .* of 1 item",
         ),
         (
             Fields(Pad()),

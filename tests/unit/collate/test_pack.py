@@ -174,12 +174,12 @@ def test_labels_of_whole_sequences_are_stacked(separator):
         (
             {"fixed_tokens": 2},
             [[1, 2], [3]],
-            r"a batch of 2 sequences has 3 tokens, more than fixed_tokens=2: .*TokenBatches",
+            r"a batch of 2 sequences has 3 tokens, more than fixed_tokens=2. .*TokenBatches",
         ),
         (
             {"fixed_tokens": 4, "fixed_sequences": 2},
             [[1, 2], [3]],
-            r"a batch has 3 sequences, counting the filler, more than fixed_sequences=2",
+            r"a batch has 3 sequences with the filler, more than fixed_sequences=2",
         ),
         (
             {},

@@ -119,7 +119,7 @@ def test_without_the_driver_s_library_it_says_so_once_and_locks_nothing(late, sl
 
     monkeypatch.setitem(backend.DRIVERS, "late", missing)
     locks = PageLocks([Backend(torch.device("late", 0))])
-    with pytest.warns(RuntimeWarning, match=r"by way of pinned memory.*libcuda"):
+    with pytest.warns(RuntimeWarning, match=r"through pinned memory.*libcuda"):
         locks.lock(slot, 100)
     locks.lock(slot, 200)  # a second warning would be an error here
     locks.unlock(slot)

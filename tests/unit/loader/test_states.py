@@ -17,5 +17,5 @@ def test_a_state_stays_whole_in_any_order_of_its_keys() -> None:
     for whole in (state, in_order, dict(reversed(in_order.items()))):
         assert check_state(whole, FACTS) is whole
     in_order["sampler"]["seed"] = 4
-    with pytest.raises(ValueError, match="its checksum is wrong"):
+    with pytest.raises(ValueError, match="Its checksum is wrong"):
         check_state(in_order, FACTS)

@@ -187,7 +187,7 @@ def test_where_files_may_not_be_long_the_slots_share_what_they_may_have():
 
     text = in_a_child(work)
     assert text.startswith(
-        f"{MIB} raise shm_size (or `ulimit -f`), which its slots share equally, 4 in all"
+        f"{MIB} shm_size (or `ulimit -f`) leaves only 1.0 MB for each of 4 slots. Raise it:"
     )
 
 
@@ -198,7 +198,8 @@ def test_where_files_may_not_be_long_the_slots_share_what_they_may_have():
 def test_an_shm_size_that_suffices_is_told_in_mebibytes(slot_count, needed_bytes, enough):
     arena = Arena.create(MIB, slot_count)
     text = arena.describe_limit(needed_bytes)
-    assert text.endswith(f", {slot_count} in all: shm_size='{enough}' suffices for this")
+    assert f" for each of {slot_count:,} slots. " in text
+    assert text.endswith(f" Raise it: shm_size='{enough}' suffices for this")
     arena.close()
 
 

@@ -66,8 +66,8 @@ def test_many_objects_are_told_with_their_number(monkeypatch):
     assert describe_many((MANY, 10**9), 4) is None
     text = describe_many((2_340_000, 140_000_000), 4)
     assert text is not None
-    assert "about 2.3 million Python objects (140 MB)" in text
-    assert "up to 560 MB" in text
+    assert "about 2.3 million Python objects (140.0 MB)" in text
+    assert "up to 560.0 MB" in text
     assert "shmloader.share(dataset)" in text
 
 
