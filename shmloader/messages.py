@@ -25,8 +25,8 @@ RECEIVE_BYTES = 2 * INLINE_BYTES
 #: First bytes of a task and of a batch with a fixed head, and of the pieces of a long message: of
 #: its last one, and of those before.
 TASK, DONE, LAST, MORE = range(1, 5)
-#: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The pickled indices
-#: follow.
+#: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The indices follow,
+#: as ``dump_indices`` packs them.
 TASK_HEAD = struct.Struct("=Bqqqqq")
 #: Head of a plain batch: ``DONE``, seq, epoch, slot_id, used_bytes. The worker's times follow.
 DONE_HEAD = struct.Struct("=Bqqqq")
@@ -66,7 +66,7 @@ class Task(NamedTuple):
         slot_id: The slot, which belongs to the worker until it answers.
         touched_bytes: How many bytes from the slot's start have pages already.
         dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
-        indices: What the sampler yielded, pickled by itself, since a key of the user's own class
+        indices: What the sampler yielded, packed by itself, since a key of the user's own class
             may fail to unpickle. With its position in the epoch if samples have random number
             generators of their own.
         has_hung: Whether ``indices`` is a pair: the indices, and what the workers that were ended

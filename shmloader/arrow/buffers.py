@@ -90,6 +90,7 @@ class Numbers:
     Attributes:
         values: An array in which the numbers lie, in pieces.
         tensor: A tensor over the same memory.
+        finder: How the compiled part finds the numbers of rows.
     """
 
     def __init__(self, column: Any) -> None:
@@ -98,6 +99,8 @@ class Numbers:
         span = Span([_elements_of(chunk, dtype) for chunk in chunks.items], dtype, column)
         self.values, self.tensor = span.array, span.tensor
         self._bases = span.firsts - chunks.starts
+        self._table = np.concatenate([chunks.starts, -chunks.starts, span.firsts])
+        self.finder = self._table.ctypes.data, len(chunks.items), 0, 1, 0
 
     def find(self, rows: Rows) -> _Array:
         """Return where the numbers of these rows lie in ``values``."""
@@ -122,6 +125,7 @@ class Lists:
     Attributes:
         values: An array in which the elements of all lists lie, in pieces.
         tensor: A tensor over the same memory.
+        finder: How the compiled part finds the lists of rows, apart from their length.
     """
 
     def __init__(self, column: Any) -> None:
@@ -143,12 +147,15 @@ class Lists:
                 (len(array) - 1, 2), width, array.data, strides=array.strides * 2
             )
             self._bases = offsets.firsts - chunks.starts
-            # The arguments of the compiled part: the chunks, and the offsets.
-            table = np.concatenate([chunks.starts, self._bases, self._firsts])
-            self._compiled = table, array.ctypes.data, width.itemsize
+            where = array.ctypes.data, width.itemsize
         else:
             skipped = np.array([chunk.offset for chunk in chunks.items], np.int64)
             self._bases = skipped - chunks.starts
+            where = 0, self._size
+        # What the compiled part reads: the chunks, and the offsets.
+        self._table = np.concatenate([chunks.starts, self._bases, self._firsts])
+        self._offsets = where
+        self.finder = self._table.ctypes.data, len(chunks.items), *where
 
     def find(self, rows: Rows) -> tuple[_Array, _Array, int | None]:
         """Find the lists of these rows.
@@ -159,7 +166,7 @@ class Lists:
         """
         if self._size is None and find_lists is not None:
             found: _Array = np.empty((2, len(rows.array)), np.int64)
-            length = find_lists(rows.array, *self._compiled, found)
+            length = find_lists(rows.array, self._table, *self._offsets, found)
             return found[0], found[1], None if length < 0 else length
         chunk = rows.find(self._chunks.starts, self._chunks.identity)
         at = rows.array + self._bases[chunk]

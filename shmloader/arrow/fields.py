@@ -70,11 +70,11 @@ class NumberField(Field):
         source = self._source
         if source is None:
             self._source = source = RowSource(self._column.tensor, self._torch_dtype)
-        return RowsAt(source, self._column.find(rows))
+        return RowsAt(source, self._column.find(rows), (0, *self._column.finder))
 
     def items(self, rows: Rows) -> Any:
         """Return one tensor, array or list."""
-        source, at = self._find(rows)
+        source, at, _ = self._find(rows)
         numbers = source.copy(at)
         if self._form is None:
             return numbers.tolist()
@@ -97,7 +97,7 @@ class ListField(Field):
             shape = (len(self._column.tensor) - length + 1, length)
             lists = self._column.tensor.as_strided(shape, (1, 1))
             self._source = source = RowSource(lists, self._torch_dtype)
-        return RowsAt(source, starts)
+        return RowsAt(source, starts, (0, *self._column.finder, length))
 
     def items(self, rows: Rows) -> Ragged | list[Any]:
         """Return the lists, as slices of the column."""

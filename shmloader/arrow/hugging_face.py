@@ -31,10 +31,7 @@ def is_hugging_face(dataset: object) -> bool:
 
 def sources_of(dataset: Any) -> list[Any]:
     """Return the objects that say what the samples are, to notice when one is replaced."""
-    form = dataset.format
-    settings = form["type"], form["output_all_columns"], form["format_kwargs"]
-    columns = map(sys.intern, form["columns"])
-    return [dataset.data, getattr(dataset, "_indices", None), *settings, *columns]
+    return [*vars(dataset).values()]
 
 
 def mapping_of(dataset: Any) -> Any:

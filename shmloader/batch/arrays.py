@@ -35,7 +35,7 @@ from shmloader.memory.flat import (
     FlatPacker,
     field_tensor,
 )
-from shmloader.memory.rows import GATHERED_DTYPES, RowsAt, RowSource
+from shmloader.memory.rows import DIRECT, GATHERED_DTYPES, RepeatedGather, RowsAt, RowSource
 from shmloader.memory.segment import address_of
 from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.sampling.indices import IndexArray, as_list, is_sharded
@@ -52,6 +52,9 @@ _COLLATE = "shmloader.collate"
 
 # Numbers of dimensions of arrays whose samples may be images or volumes.
 _WITH_CHANNELS = (5, 6)
+
+# Calling it takes half the time of an array's max().
+_largest = np.maximum.reduce
 
 # The unsigned types by the sizes of indices.
 _UNSIGNED = {4: np.uint32, 8: np.uint64}
@@ -136,8 +139,10 @@ class Column(NamedTuple):
     def at(self, indices: "_Array | range") -> RowsAt:
         """Return where the rows of these samples are."""
         at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
-        at = at if self.mapping is None else self.mapping[at]
-        return RowsAt(self.rows.present(), at)
+        if self.mapping is None:
+            return RowsAt(self.rows.present(), at)
+        finder = self.mapping.ctypes.data, *DIRECT[1:]
+        return RowsAt(self.rows.present(), self.mapping[at], finder)
 
 
 class Columns(NamedTuple):
@@ -304,6 +309,8 @@ class Arrays:
     def __init__(self, dataset: Any, writer: SlotWriter | None = None) -> None:
         self._dataset, self._writer = dataset, writer
         self._packer = None if writer is None else FlatPacker(writer)
+        # The last batch that was gathered: its columns, layout and end, and how it is repeated.
+        self._last: tuple[Columns, FlatLayout, int, RepeatedGather] | None = None
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -340,6 +347,9 @@ class Arrays:
         """
         container, keys, fields, _, row_map = columns
         at: Any = indices if row_map is None else row_map.rows(indices)
+        again = self._repeat(columns, indices if row_map is None else at.array)
+        if again is not None:
+            return again
         found: list[Any] = [field.at(at) for field in fields]
         if None in found:
             return None
@@ -350,13 +360,34 @@ class Arrays:
             # Texts are pickled. The tensors lie in the slot already.
             return empty.contain([_copied(one, self._writer) for one in found])
         kinds = [(one.source.dtype, one.source.shape) for one in found]
+        is_first = not self._writer.used_bytes
         layout = self._packer.reserve(container, keys, len(indices), kinds)
         slot = self._writer.slot
-        for (source, rows), field in zip(found, layout.fields, strict=True):
+        for (source, rows, _), field in zip(found, layout.fields, strict=True):
             if not source.write(rows, slot.address + field.offset):
                 source.copy(rows, field_tensor(slot, field))
             if FAULTS is not None:
                 FAULTS.reach("worker.write")
+        if is_first and (row_map is not None or not isinstance(indices, range)):
+            offsets = [field.offset for field in layout.fields]
+            repeated = RepeatedGather(found, offsets, columns)
+            self._last = columns, layout, self._writer.used_bytes, repeated
+        return layout
+
+    def _repeat(self, columns: Columns, at: "_Array | range") -> FlatLayout | None:
+        """Gather a batch that has the layout of the last one; return None if it has another."""
+        if self._last is None or self._writer is None or self._writer.used_bytes:
+            return None
+        known, layout, nbytes, repeated = self._last
+        if known is not columns or len(at) != repeated.count or isinstance(at, range):
+            return None
+        writer = self._writer
+        writer.allocate(nbytes)
+        if not repeated.write(at, writer.slot.address):
+            writer.rewind()
+            return None
+        if FAULTS is not None:
+            FAULTS.reach("worker.write")
         return layout
 
 
@@ -364,7 +395,7 @@ def _copied(found: RowsAt | list[str], writer: SlotWriter | None) -> Any:
     """Return a field of a batch: a list of texts, or the tensor of rows."""
     if isinstance(found, list):
         return found
-    source, at = found
+    source, at, _ = found
     if writer is None:
         return source.copy(at)
     return source.copy(at, writer.empty((len(at), *source.shape), source.dtype))
@@ -447,4 +478,4 @@ def _valid_indices(indices: Sequence[Any], length: int) -> Any:
     if array is None or not len(array):
         return None
     # As unsigned numbers, negative ones are large.
-    return array if array.view(_UNSIGNED[array.itemsize]).max() < length else None
+    return array if _largest(array.view(_UNSIGNED[array.itemsize])) < length else None

@@ -2,9 +2,11 @@
  *
  * copy_rows writes large rows, which this process will not read again, past the caches.
  * gather_rows copies rows of one array, chosen by their numbers, and converts what is in them.
+ * gather_fields does so for all fields of a batch, and finds their rows before.
  * find_lists finds lists of an Arrow table, which gather_rows copies if they have one length.
  * copy_sequences writes samples of different lengths, and fills what is between them.
  * receive looks for a message some times; in Python each vain look would cost an exception.
+ * receive_any does so with several sockets.
  *
  * An ordinary store makes the processor read the cache line that is about to be overwritten, and
  * push other data out of the caches. A streaming store does neither. SSE2, which every x86-64 has,
@@ -12,8 +14,10 @@
  *
  * setup.py defines Py_LIMITED_API, except for free-threaded Python, which has no limited API.
  */
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
@@ -127,45 +131,33 @@ static void prefetch(const char *from, size_t nbytes)
 static void prefetch(const char *from, size_t nbytes) { (void)from, (void)nbytes; }
 #endif
 
-static int64_t index_at(const Py_buffer *at, Py_ssize_t i, int is_narrow)
+static int64_t index_at(const void *at, Py_ssize_t i, int is_narrow)
 {
-    return is_narrow ? ((const int32_t *)at->buf)[i] : ((const int64_t *)at->buf)[i];
+    return is_narrow ? ((const int32_t *)at)[i] : ((const int64_t *)at)[i];
 }
 
-static PyObject *gather_rows(PyObject *module, PyObject *args)
+/* Returns the kind of these types, for which all addresses are aligned; else NULL. */
+static const struct kind *find_kind(int from, int to, uint64_t sources, uint64_t targets)
 {
-    unsigned long long target, source;
-    Py_ssize_t step, count, rows;
-    int from, to, streams;
-    Py_buffer at;
-    const struct kind *kind = NULL;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KKnnCCny*p", &target, &source, &step, &count, &from, &to, &rows,
-                          &at, &streams))
-        return NULL;
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
         if (kinds[i].from == from && kinds[i].to == to)
-            kind = kinds + i;
-    if (kind == NULL || (source | (size_t)step) % kind->from_bytes || target % kind->to_bytes) {
-        PyBuffer_Release(&at);
-        Py_RETURN_FALSE;
-    }
-    if (count < 0 || rows < 0 || (at.len != rows * 4 && at.len != rows * 8)) {
-        PyBuffer_Release(&at);
-        PyErr_SetString(PyExc_ValueError, "there is no int32 or int64 for each row");
-        return NULL;
-    }
-    int is_narrow = at.len == rows * 4;
-    const char *first = (const char *)(uintptr_t)source, *next;
-    char *out = (char *)(uintptr_t)target;
+            return sources % kinds[i].from_bytes || targets % kinds[i].to_bytes ? NULL : kinds + i;
+    return NULL;
+}
+
+/* Copies so many rows of count elements: row i is at[i] steps from first. */
+static void copy_chosen(char *out, const char *first, Py_ssize_t step, Py_ssize_t count,
+                        const struct kind *kind, Py_ssize_t rows, const void *at, int is_narrow,
+                        int streams)
+{
+    const char *next;
     copier *copy = streams ? copy_row : kind->copy;
     size_t size = kind->from_bytes, left, some;
     size_t block = streams ? (size_t)count : BLOCK_BYTES / size;
     Py_ssize_t ahead = AHEAD_BYTES / (count * (Py_ssize_t)size + AHEAD_BYTES / AHEAD_ROWS) + 1;
-    Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < rows; i++) {
-        const char *row = first + index_at(&at, i, is_narrow) * step;
-        next = first + index_at(&at, i + ahead < rows ? i + ahead : i, is_narrow) * step;
+        const char *row = first + index_at(at, i, is_narrow) * step;
+        next = first + index_at(at, i + ahead < rows ? i + ahead : i, is_narrow) * step;
         for (left = (size_t)count; left; left -= some, row += some * size, next += some * size) {
             some = left < block ? left : block;
             if (next != row && !streams)
@@ -176,14 +168,48 @@ static PyObject *gather_rows(PyObject *module, PyObject *args)
     }
     if (streams)
         finish();
-    Py_END_ALLOW_THREADS
+}
+
+static PyObject *gather_rows(PyObject *module, PyObject *args)
+{
+    unsigned long long target, source;
+    Py_ssize_t step, count, rows;
+    int from, to, streams;
+    Py_buffer at;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKnnCCny*p", &target, &source, &step, &count, &from, &to, &rows,
+                          &at, &streams))
+        return NULL;
+    const struct kind *kind = find_kind(from, to, source | (uint64_t)step, target);
+    int is_right = count >= 0 && rows >= 0 && (at.len == rows * 4 || at.len == rows * 8);
+    if (kind != NULL && is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_chosen((char *)(uintptr_t)target, (const char *)(uintptr_t)source, step, count, kind,
+                    rows, at.buf, at.len == rows * 4, streams);
+        Py_END_ALLOW_THREADS
+    }
     PyBuffer_Release(&at);
+    if (kind == NULL)
+        Py_RETURN_FALSE;
+    if (!is_right)
+        return PyErr_Format(PyExc_ValueError, "there is no int32 or int64 for each row");
     Py_RETURN_TRUE;
 }
 
 static int64_t offset_at(const char *offsets, int64_t at, int width)
 {
     return width == 4 ? ((const int32_t *)offsets)[at] : ((const int64_t *)offsets)[at];
+}
+
+/* Returns the number of a row's chunk, of those that begin at these rows. */
+static int64_t find_chunk(const int64_t *starts, int64_t some, int64_t row)
+{
+    int64_t chunk = 0;
+    for (int64_t half; some > 1; some -= half) {
+        half = some / 2;
+        chunk += starts[chunk + half] <= row ? half : 0;
+    }
+    return chunk;
 }
 
 static PyObject *find_lists(PyObject *module, PyObject *args)
@@ -203,11 +229,7 @@ static PyObject *find_lists(PyObject *module, PyObject *args)
         int64_t *begins = found.buf, *lengths = begins + count;
         const char *offsets = (const char *)(uintptr_t)address;
         for (Py_ssize_t i = 0; i < count; i++) {
-            Py_ssize_t chunk = 0, half;
-            for (Py_ssize_t some = last; some > 1; some -= half) {
-                half = some / 2;
-                chunk += starts[chunk + half] <= row[i] ? half : 0;
-            }
+            int64_t chunk = find_chunk(starts, last, row[i]);
             int64_t at = row[i] + bases[chunk], begin = offset_at(offsets, at, width);
             begins[i] = begin + firsts[chunk];
             lengths[i] = offset_at(offsets, at + 1, width) - begin;
@@ -220,6 +242,87 @@ static PyObject *find_lists(PyObject *module, PyObject *args)
     if (!is_right)
         return PyErr_Format(PyExc_ValueError, "there are no chunks, or other numbers than two a row");
     return PyLong_FromLongLong(same);
+}
+
+/* A field of gather_fields. Addresses are 0 where there is nothing. */
+struct field {
+    int64_t offset;                                /* of the field, from the target */
+    int64_t source, step, count, from, to, streams; /* as gather_rows has them */
+    int64_t mapping;                               /* the row of each index: int64 */
+    int64_t chunks, chunk_count;                   /* as find_lists has them */
+    int64_t offsets, width;                        /* the same; without offsets, a row's elements */
+    int64_t length;                                /* elements that each list must have */
+};
+
+/* Finds where the rows of these indices are, in steps; returns whether lists have one length. */
+static int find_steps(const struct field *field, const void *at, int is_narrow, Py_ssize_t rows,
+                      int64_t *found)
+{
+    const int64_t *mapping = (const int64_t *)(uintptr_t)field->mapping;
+    const int64_t *starts = (const int64_t *)(uintptr_t)field->chunks;
+    const int64_t *bases = starts + field->chunk_count, *firsts = bases + field->chunk_count;
+    const char *offsets = (const char *)(uintptr_t)field->offsets;
+    int width = (int)field->width, is_same = 1;
+    for (Py_ssize_t i = 0; i < rows; i++) {
+        int64_t row = index_at(at, i, is_narrow);
+        row = field->mapping ? mapping[row] : row;
+        if (field->chunks) {
+            int64_t chunk = find_chunk(starts, field->chunk_count, row), begin;
+            row += bases[chunk];
+            begin = field->offsets ? offset_at(offsets, row, width) : row * width;
+            if (field->offsets)
+                is_same &= offset_at(offsets, row + 1, width) - begin == field->length;
+            row = begin + firsts[chunk];
+        }
+        found[i] = row;
+    }
+    return is_same;
+}
+
+/* Gathers a field; returns 0 if that cannot be done. */
+static int gather_field(const struct field *field, uint64_t target, const void *at, int is_narrow,
+                        Py_ssize_t rows, int64_t *steps)
+{
+    uint64_t source = (uint64_t)field->source, to = target + (uint64_t)field->offset;
+    const struct kind *kind =
+        find_kind((int)field->from, (int)field->to, source | (uint64_t)field->step, to);
+    if (kind == NULL)
+        return 0;
+    if (field->mapping || field->chunks) {
+        if (!find_steps(field, at, is_narrow, rows, steps))
+            return 0;
+        at = steps, is_narrow = 0;
+    }
+    copy_chosen((char *)(uintptr_t)to, (const char *)(uintptr_t)source, (Py_ssize_t)field->step,
+                (Py_ssize_t)field->count, kind, rows, at, is_narrow, (int)field->streams);
+    return 1;
+}
+
+static PyObject *gather_fields(PyObject *module, PyObject *args)
+{
+    unsigned long long target;
+    Py_ssize_t rows;
+    Py_buffer table, at;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Ky*ny*", &target, &table, &rows, &at))
+        return NULL;
+    const struct field *fields = table.buf;
+    Py_ssize_t many = table.len / (Py_ssize_t)sizeof *fields;
+    int is_right = rows > 0 && (at.len == rows * 4 || at.len == rows * 8);
+    int64_t *steps = is_right ? PyMem_Malloc((size_t)rows * sizeof *steps) : NULL;
+    int is_done = steps != NULL;
+    if (is_done) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < many && is_done; i++)
+            is_done = gather_field(fields + i, target, at.buf, at.len == rows * 4, rows, steps);
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(steps);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&at);
+    if (!is_right)
+        return PyErr_Format(PyExc_ValueError, "there is no int32 or int64 for each row");
+    return PyBool_FromLong(is_done);
 }
 
 #ifndef Py_BEGIN_CRITICAL_SECTION /* the GIL keeps others from changing a list */
@@ -316,6 +419,7 @@ static PyObject *copy_sequences(PyObject *module, PyObject *args)
 }
 
 #define NONE_YET -2
+#define MOST_BYTES (1 << 15)
 
 /* Returns the length of a message, NONE_YET, or -1 with errno. */
 static ssize_t receive_now(int fd, char *buffer, size_t most_bytes)
@@ -326,7 +430,7 @@ static ssize_t receive_now(int fd, char *buffer, size_t most_bytes)
 
 static PyObject *receive(PyObject *module, PyObject *args)
 {
-    char buffer[1 << 15];
+    char buffer[MOST_BYTES];
     PyObject *channel;
     Py_ssize_t most_bytes, looks;
     (void)module;
@@ -351,6 +455,42 @@ static PyObject *receive(PyObject *module, PyObject *args)
     return got < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyBytes_FromStringAndSize(buffer, got);
 }
 
+static PyObject *receive_any(PyObject *module, PyObject *args)
+{
+    char buffer[MOST_BYTES];
+    Py_buffer fds;
+    Py_ssize_t many, looks, i;
+    int ready, fd;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*nn", &fds, &many, &looks))
+        return NULL;
+    Py_ssize_t watched = fds.len / (Py_ssize_t)sizeof fd;
+    struct pollfd *polled = PyMem_Malloc((size_t)(watched + 1) * sizeof *polled);
+    PyObject *found = polled == NULL ? PyErr_NoMemory() : PyList_New(0);
+    for (i = 0; i < watched && polled != NULL; i++)
+        polled[i] = (struct pollfd){((const int *)fds.buf)[i], POLLIN, 0};
+    PyBuffer_Release(&fds);
+    if (found != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        while ((ready = poll(polled, (nfds_t)watched, 0)) == 0 && --looks > 0)
+            sched_yield(); /* a sandbox may refuse it */
+        Py_END_ALLOW_THREADS
+        for (i = many; i < watched && ready > 0; i++)
+            ready = polled[i].revents ? 0 : ready;
+        for (i = 0; i < many && i < watched && ready > 0 && found != NULL; i++) {
+            ssize_t got = -1;
+            if (polled[i].revents)
+                got = recv(polled[i].fd, buffer, MOST_BYTES, MSG_DONTWAIT);
+            PyObject *pair = got <= 0 ? NULL : Py_BuildValue("iy#", polled[i].fd, buffer, got);
+            if (got > 0 && (pair == NULL || PyList_Append(found, pair) < 0))
+                Py_CLEAR(found);
+            Py_XDECREF(pair);
+        }
+    }
+    PyMem_Free(polled);
+    return found;
+}
+
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, sources, row_bytes)\n--\n\n"
@@ -361,6 +501,13 @@ static PyMethodDef methods[] = {
      "so many bytes, from source. Its elements are converted, from and to types by their letters in\n"
      "module struct; with \"B\" and \"B\" they are bytes, which may be streamed past the caches. at is\n"
      "int32 or int64. Return False, and do nothing, for other types, or if they are not aligned."},
+    {"gather_fields", gather_fields, METH_VARARGS,
+     "gather_fields(target, table, rows, at)\n--\n\n"
+     "Gather so many rows of several fields. table has 13 int64 for each field: its offset from\n"
+     "target; source, step, count, from, to and streams of gather_rows; and how its rows are found:\n"
+     "the address of what maps indices to rows, that of the chunks of find_lists, how many there\n"
+     "are, the address of the offsets, their width, and the length that all lists must have. With\n"
+     "chunks but no offsets, a row has width elements. Return whether all fields were gathered."},
     {"find_lists", find_lists, METH_VARARGS,
      "find_lists(rows, chunks, offsets, width, found)\n--\n\n"
      "Write where the lists of these rows begin, and then their lengths, to found. chunks has the\n"
@@ -376,6 +523,11 @@ static PyMethodDef methods[] = {
      "receive(channel, most_bytes, looks)\n--\n\n"
      "Receive a message from a socket, or return None if it has none after so many looks. Other\n"
      "processes may run between two looks. OSError says why nothing can be received."},
+    {"receive_any", receive_any, METH_VARARGS,
+     "receive_any(descriptors, sockets, looks)\n--\n\n"
+     "Receive a message from each socket that has one, as receive does. Return a list of pairs of\n"
+     "descriptor and message. The first descriptors, ints of C, are of so many sockets; it is empty\n"
+     "if another one is readable. Closed sockets have no messages."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.memory.compiled import gather_fields as _gather_fields
 from shmloader.memory.compiled import gather_rows as _gather_rows
 from shmloader.memory.writer import ROW_BYTES, STREAM_BYTES
+
+_Array = np.ndarray[Any, np.dtype[Any]]
 
 #: The dtypes of which torch.index_select gathers rows.
 GATHERED_DTYPES = frozenset({
@@ -26,6 +29,9 @@ _LETTERS = {
     torch.uint8: "B", torch.uint16: "H", torch.uint32: "I",
     torch.float32: "f", torch.float64: "d",
 }  # fmt: skip
+
+# Numbers of an entry in the table of fields.
+_ENTRY_NUMBERS = 13
 
 # Larger batches outside of slots are left to torch, which gathers them on several threads.
 _ALONE_BYTES = 1 << 20
@@ -78,10 +84,26 @@ class RowSource:
         rows = self._rows
         if _gather_rows is None or rows is None or isinstance(at, slice):
             return False
-        number, is_same = len(at), self.dtype is self.tensor.dtype
-        streams = is_same and rows[1] >= ROW_BYTES and number * rows[1] >= STREAM_BYTES
-        indices = np.ascontiguousarray(at)
-        return _gather_rows(address, self.tensor.data_ptr(), *rows, number, indices, streams)
+        number, indices = len(at), np.ascontiguousarray(at)
+        data = self.tensor.data_ptr()
+        return _gather_rows(address, data, *rows, number, indices, self._streams(number))
+
+    def _streams(self, number: int) -> bool:
+        """Whether so many rows are written past the caches."""
+        assert self._rows is not None
+        is_same, nbytes = self.dtype is self.tensor.dtype, self._rows[1]
+        return is_same and nbytes >= ROW_BYTES and number * nbytes >= STREAM_BYTES
+
+    def entry(self, number: int) -> tuple[int, ...] | None:
+        """Return what the compiled part's table of fields says of these rows and of their copies.
+
+        None if it cannot copy them. ``number`` is that of the rows of a batch.
+        """
+        if self._rows is None:
+            return None
+        step, count, old, new = self._rows
+        data = self.tensor.data_ptr()
+        return data, step, count, ord(old), ord(new), int(self._streams(number))
 
     def copy(self, at: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of these indices, or of a slice, in ``out``, or else in a new tensor.
@@ -121,13 +143,56 @@ class RowSource:
         return out
 
 
+#: For rows that indices name: there is nothing to find.
+DIRECT = (0,) * 6
+
+
 class RowsAt(NamedTuple):
     """The rows of a batch, where they lie in memory.
 
     Attributes:
         source: All rows.
         at: Which ones the batch has: an array of int32 or int64, or a slice.
+        finder: How they were found from the batch's indices: the last numbers of an entry in the
+            table of fields of the compiled part.
     """
 
     source: RowSource
     at: Any
+    finder: tuple[int, ...] = DIRECT
+
+
+class RepeatedGather:
+    """Gathers batches like one that was gathered before, all fields by one call.
+
+    Attributes:
+        count: Number of rows of each batch.
+
+    Args:
+        found: The fields of the batch before.
+        offsets: Where each field lies in the batch, in bytes.
+        keep: What has the memory that ``found`` names only by addresses.
+    """
+
+    def __init__(self, found: list[RowsAt], offsets: list[int], keep: object) -> None:
+        self.count, self._keep = len(found[0].at), keep
+        self._sources = [one.source for one in found]
+        entries = [
+            (offset, *(one.source.entry(self.count) or ()), *one.finder)
+            for one, offset in zip(found, offsets, strict=True)
+        ]
+        is_whole = _gather_fields is not None and {*map(len, entries)} == {_ENTRY_NUMBERS}
+        self._table = np.array(entries, np.int64) if is_whole else None
+        self._data = [source.tensor.data_ptr() for source in self._sources]
+
+    def write(self, at: _Array, address: int) -> bool:
+        """Gather the rows of as many indices to an address.
+
+        Returns False if that cannot be done; what is written then is undefined.
+        """
+        if self._table is None or _gather_fields is None:
+            return False
+        for source, data in zip(self._sources, self._data, strict=True):
+            if source.tensor.data_ptr() != data or source.present() is not source:
+                return False
+        return _gather_fields(address, self._table, self.count, at)

@@ -89,7 +89,7 @@ class SlotWriter:
         self._arrays.clear()
         self._has_array = False
         self._usual, self._rewound, self.used_bytes = self.used_bytes, 0, 0
-        self._thread, self.pid = threading.get_ident(), os.getpid()
+        self._thread = threading.get_ident()
 
     def rewind(self, used_bytes: int = 0) -> None:
         """Forget what was written after the first ``used_bytes``, to write it again."""

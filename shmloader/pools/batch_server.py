@@ -25,6 +25,7 @@ from shmloader.pools.status_page import Line
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.process_state import end_if_forked
+from shmloader.sampling.indices import load_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,11 @@ class BatchServer:
 
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
-        indices, pid = task.indices, getpid()
+        indices, pid = task.indices, self.writer.pid
         if isinstance(indices, messages.Spilled):
             self._arena.reach(slot, indices.nbytes)
             indices = bytes(slot.memory[: indices.nbytes])
-        content = pickle.loads(indices)
+        content = load_indices(indices)
         content, self.dataset.hung = content if task.has_hung else (content, {})
         batch = self.dataset.load(content, task.dataset_epoch)
         if getpid() != pid:

@@ -1,7 +1,6 @@
 """The pool whose workers are processes of this machine, and whose batches come in slots."""
 
 import dataclasses
-import pickle
 import select
 from typing import Any
 
@@ -20,6 +19,7 @@ from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.pools.task_queue import LOOKS, receive
 from shmloader.pools.worker_processes import WorkerProcesses
+from shmloader.sampling.indices import dump_indices
 
 _GRACE_S = 1.0
 
@@ -67,7 +67,7 @@ class ProcessPool(WorkerProcesses):
             memory.prepare(slot_id)
         try:
             content = (ticket.indices, hung) if hung else ticket.indices
-            data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+            data = dump_indices(content)
             spilled = self._spill(ticket, data) if len(data) > _LONG_BYTES else None
         except Exception as error:
             if is_interruption(error):

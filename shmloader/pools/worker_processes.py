@@ -29,6 +29,7 @@ import signal
 import threading
 import time
 import weakref
+from array import array
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -36,6 +37,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage, usage_of
 from shmloader.interruptions import SIGNAL_S, uninterruptible
+from shmloader.memory import compiled
 from shmloader.pools import Events
 from shmloader.pools.answers import Death
 from shmloader.pools.forking import Waker, is_readable
@@ -98,6 +100,8 @@ class WorkerProcesses:
         # Worker numbers by the descriptors of their sockets, and of their processes.
         self._by_fd: dict[int, int] = {}
         self._by_pidfd: dict[int, int] = {}
+        # The keys of both, and how many are of sockets.
+        self._watched = array("i"), 0
         self.readings = Readings()
         # At the interpreter's exit multiprocessing waits for ever for a daemonic process that is
         # stopped. This finalizer runs first, regardless of the order of registration.
@@ -138,6 +142,7 @@ class WorkerProcesses:
     def _start_worker(self, worker_id: int) -> WorkerHandle:
         worker: WorkerHandle = self._starter.start(worker_id)
         self._by_fd[worker.channel.fileno()] = self._by_pidfd[worker.pidfd] = worker_id
+        self._watched = array("i", [*self._by_fd, *self._by_pidfd]), len(self._by_fd)
         for fd in (worker.channel.fileno(), worker.pidfd):
             self._poll.register(fd, select.POLLIN)
         return worker
@@ -187,6 +192,7 @@ class WorkerProcesses:
         worker.outbox.clear()
         self._by_fd.pop(worker.channel.fileno(), None)
         self._by_pidfd.pop(worker.pidfd, None)
+        self._watched = array("i", [*self._by_fd, *self._by_pidfd]), len(self._by_fd)
         for fd in (worker.channel.fileno(), worker.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._poll.unregister(fd)
@@ -222,6 +228,15 @@ class WorkerProcesses:
 
     def _look(self, events: Events) -> bool:
         """Report what has come or is about to come, as :meth:`wait` does. Never sleeps."""
+        if compiled.receive_any is not None and not self._is_closed:
+            watched, sockets = self._watched
+            found = compiled.receive_any(watched, sockets, self._looks)
+            for fd, data in found:
+                worker_id = self._by_fd.get(fd)
+                if worker_id is not None:  # else it was lost meanwhile
+                    self._receive(worker_id, data, events)
+            ready = [] if found else self._poll.poll(0)  # such as a death
+            return bool(found) or (bool(ready) and self._report(ready, self._waker, events))
         for _ in range(self._looks):
             if self._is_closed:
                 break

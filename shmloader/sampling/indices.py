@@ -14,6 +14,7 @@ a loader with a seed passes :class:`PositionedIndices` to the engine, which trav
 """
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Sized
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class IndexArray:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the bytes, which takes a quarter of the time of pickling an array."""
-        return _from_bytes, (self.array.tobytes(), self.array.dtype == _NARROW)
+        return _load_array, (dump_indices(self),)
 
     def tolist(self) -> list[int]:
         """Return the indices as torch's sampler yields them."""
@@ -51,8 +52,27 @@ class IndexArray:
         return indices
 
 
-def _from_bytes(data: bytes, is_narrow: bool) -> IndexArray:
-    return IndexArray(np.frombuffer(data, _NARROW if is_narrow else np.int64))
+# What an array's bytes follow in a message, by its item size. No pickle begins so, and the array
+# stays aligned. A pickle would take five times as long.
+_HEADS = {4: b"int32---", 8: b"int64---"}
+
+
+def dump_indices(indices: object) -> bytes:
+    """Return the indices of a ticket for another process, which calls :func:`load_indices`."""
+    if type(indices) is IndexArray:
+        array = indices.array
+        return _HEADS[array.itemsize] + array.tobytes()
+    return pickle.dumps(indices, pickle.HIGHEST_PROTOCOL)
+
+
+def load_indices(data: bytes) -> Any:
+    """Return the indices that :func:`dump_indices` has packed. Arrays cannot be written to."""
+    return _load_array(data) if data.startswith(b"int") else pickle.loads(data)
+
+
+def _load_array(data: bytes) -> IndexArray:
+    dtype = _NARROW if data.startswith(_HEADS[4]) else np.int64
+    return IndexArray(np.frombuffer(data, dtype, offset=8))
 
 
 def as_list(indices: Any) -> Any:

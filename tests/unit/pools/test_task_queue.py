@@ -5,6 +5,7 @@ A message is received in compiled code, or in Python: both do the same.
 
 import socket
 import threading
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +130,33 @@ def test_compiled_code_writes_no_more_than_fits_its_buffer(ends) -> None:
     for most_bytes in (-1, RECEIVE_BYTES + 1):
         with pytest.raises(ValueError, match=f"no more than {RECEIVE_BYTES} bytes"):
             compiled.receive(ends[1], most_bytes, 1)
+
+
+def test_a_message_is_received_from_whichever_socket_has_one(ends) -> None:
+    if compiled.receive_any is None:
+        pytest.skip("the compiled part is not built")
+    closed, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    closed.close()
+    sender, receiver = ends
+    with other:
+        descriptors = array("i", [other.fileno(), receiver.fileno(), sender.fileno()])
+        assert compiled.receive_any(descriptors[:2], 2, 3) == []
+        sent = [b"a", bytes(RECEIVE_BYTES)]
+        for message in sent:
+            sender.send(message)
+        received = [compiled.receive_any(descriptors, 2, 1) for _ in sent]
+        assert received == [[(receiver.fileno(), message)] for message in sent]
+        assert compiled.receive_any(array("i"), 0, 2) == []
+
+
+def test_messages_come_from_all_sockets_unless_another_descriptor_is_readable(ends) -> None:
+    if compiled.receive_any is None:
+        pytest.skip("the compiled part is not built")
+    third, fourth = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with third, fourth:
+        ends[0].send(b"a")
+        third.send(b"b")
+        descriptors = array("i", [ends[1].fileno(), fourth.fileno()])
+        assert compiled.receive_any(descriptors, 1, 1) == []
+        messages = [data for _, data in compiled.receive_any(descriptors, 2, 1)]
+        assert messages == [b"a", b"b"]
