@@ -7,9 +7,11 @@ of Python 3.14, where each worker imports the file.
 
 import ast
 import gc
+import logging
 import multiprocessing
 import re
 import shlex
+import signal
 import sys
 import textwrap
 import types
@@ -134,7 +136,12 @@ def run_pasted(run: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) 
     module = types.ModuleType("__main__")
     module.__file__ = str(path)  # workers of spawn and forkserver import it
     monkeypatch.setitem(sys.modules, "__main__", module)
-    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        logging.captureWarnings(capture=False)
     module.__dict__.clear()
     gc.collect()
 
