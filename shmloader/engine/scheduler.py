@@ -367,8 +367,6 @@ class Scheduler:
         else:
             lost = [ticket for ticket in lost if ticket.worker_id == worker_id]
             culprits = [ticket for ticket in lost if ticket.seq == at_work]
-            rest = (ticket for ticket in self.unsent if ticket.worker_id != worker_id)
-            self.unsent = collections.deque(rest)
         if (
             worker.hang
             or death.was_elsewhere
