@@ -534,7 +534,7 @@ class Engine:
             refused = attempt(pool.replace if is_lost else pool.start, worker_id)
             if isinstance(refused, Caught):
                 self.check_open()  # another thread may have closed the pool
-                if is_lost:
+                if is_lost or not pool.has_queue:  # tickets wait for this worker
                     self._fail(refused.error)
                 present = self.present_workers
                 _log.warning("num_workers stays at %d: %s", present, refused.error)

@@ -139,7 +139,8 @@ class Scheduler:
         has_slots: Whether batches come in slots.
         has_routes: Whether tickets decide which worker gets them, by their ``route``: any number.
             Not with a queue.
-        present: How many workers run at first; None for all. Fewer only with a queue.
+        present: How many workers run at first; None for all. Without a queue, another one is
+            started for the first ticket that it is assigned.
         sharers: How many engines share the workers. Each has tickets for its share of them.
         tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
             window, however many workers are present.
@@ -221,6 +222,8 @@ class Scheduler:
             self.unsent.append(ticket)
         elif worker.state is DEAD:
             self._answer(ticket, worker.death)  # delivered in the ticket's place in the order
+        elif worker.state is GONE:
+            self.workers_wanted(max(worker_id + 1, self.workers.wanted_count))
         return ticket
 
     def _pick(self) -> Worker | None:
@@ -420,7 +423,7 @@ class Scheduler:
         self.is_workers_due = True
 
     def workers_wanted(self, count: int) -> None:
-        """Set how many workers should be present. For a pool with a queue."""
+        """Set how many workers should be present: all that have tickets, without a queue."""
         self.workers.wanted_count = count
         self.is_workers_due = True
 

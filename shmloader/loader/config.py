@@ -60,6 +60,7 @@ class LoaderConfig(SimpleNamespace):
         devices: Where each batch of a step arrives; None for the CPU. Only one, unless
             ``has_steps``: then each step is a list of batches.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
+        start_count: How many worker processes start at first; None for all.
         is_dynamic: Whether a batch may come from any worker.
         root: Directory that contains ``proc`` and ``sys``.
         hear: Called with what workers found of a stream's readers, on the engine's thread; None for
@@ -72,6 +73,7 @@ class LoaderConfig(SimpleNamespace):
     devices: tuple[Any, ...] = (None,)
     has_steps = False
     most_workers = 0
+    start_count: int | None = None
     host_ranks = 1
     hear: Any = None
 
@@ -96,8 +98,8 @@ class LoaderConfig(SimpleNamespace):
     @property
     def may_replace_workers(self) -> bool:
         """Whether worker processes may be started while an epoch runs."""
-        is_auto = self.most_workers > self.num_workers
-        return self.worker_restarts > 0 or is_auto or self.sample_timeout is not None
+        is_short = self.most_workers > (self.start_count or self.num_workers)
+        return self.worker_restarts > 0 or is_short or self.sample_timeout is not None
 
     def window_of(self, worker_count: int) -> int:
         """Return how many batches are in flight with ``worker_count`` workers.
@@ -184,6 +186,7 @@ class LoaderParts:
         loaded_generators: Names of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
         has_counted_objects: Whether the objects of the dataset were counted already.
+        has_warned_of_idle: Whether a warning of workers without a batch was given.
     """
 
     adapter: Adapter | None = None
@@ -194,6 +197,7 @@ class LoaderParts:
     resumed_checkpoints: DatasetCheckpoints | None = None
     loaded_generators: tuple[str, ...] = ()
     has_counted_objects: bool = False
+    has_warned_of_idle: bool = False
 
     # Made when they are needed: a program may have very many loaders.
     failures = functools.cached_property[FailureList[FailedSample]](lambda _: FailureList())

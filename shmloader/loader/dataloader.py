@@ -36,10 +36,10 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.grammar import warn_user
+from shmloader.grammar import counted, warn_user
 from shmloader.insight.record import sum_of, write_trace
 from shmloader.insight.sums import Sums
-from shmloader.interruptions import probe
+from shmloader.interruptions import Suppressed, probe
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
@@ -60,12 +60,17 @@ from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.sampling.arguments import is_cut_for_ranks, rank_of, whole_number
 from shmloader.sampling.hooks import seekable
 from shmloader.sampling.loader_samplers import carries_over
+from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
 from shmloader.streams.stream import Stream
 
 if TYPE_CHECKING:
     from shmloader.insight.stats import LoaderStats
+
+# A warning says so if at least this many workers have no batch.
+_MANY_IDLE = 16
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -445,7 +450,10 @@ class DataLoader(ResumableLoader[_T_co]):
         if is_unsupported:
             self._warn_of_torchs_workers()
         if not is_unsupported and type(self.dataset) not in WRAPPED_DATA_PIPES:
-            iterator = BatchIterator(self, self._config(), plan, parts)
+            config = self._config()
+            if config.kind == "processes":
+                config = config.replace(start_count=self._start_count(config, plan))
+            iterator = BatchIterator(self, config, plan, parts)
         elif self.num_workers:
             iterator = _MultiProcessingDataLoaderIter(self)
         else:
@@ -455,6 +463,32 @@ class DataLoader(ResumableLoader[_T_co]):
             iterator._shutdown_workers()
             raise ClosedLoaderError(LOADER_CLOSED)
         return iterator
+
+    def _start_count(self, config: LoaderConfig, plan: EpochPlan) -> int | None:
+        """Return how many workers the epoch's batches need; None for all, or if it is not known.
+
+        A sampler of the user's is not asked for its length, which may be slow or draw numbers.
+        """
+        count, is_map = config.num_workers, not (self._is_iterable or config.hear)
+        has_own_count = self._adapter is not None or config.worker_scope == "host"
+        if count == 1 or not is_map or has_own_count:
+            return None
+        if not all(map(is_known, chain(plan.newest.index_sampler))):
+            return None
+        batches = count
+        with Suppressed(Exception):  # without a length, or drawing raises the same
+            batches = len(plan.newest)
+        if batches >= count:
+            return None
+        starts_all = self.persistent_workers or config.saves_dataset
+        if count - batches >= _MANY_IDLE and not self._parts.has_warned_of_idle:
+            self._parts.has_warned_of_idle = True
+            rest = "have nothing to do" if starts_all else "would have no batch, and do not start"
+            warn_user(
+                f"num_workers={count}, but an epoch has {counted(batches, 'batch', 'batches')}: "
+                f"{count - batches} workers {rest}. Lower num_workers to {max(1, batches)} or less."
+            )
+        return None if starts_all else max(1, batches)
 
     def _warn_of_torchs_workers(self) -> None:
         """Warn that torch's own workers load, or raise if they cannot do all arguments."""

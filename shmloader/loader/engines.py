@@ -205,7 +205,8 @@ class Workers:
                     base_seed,
                 )
             may_replace = config.may_replace_workers or is_shared
-            pool = ProcessPool(starter, tasks, config.num_workers, locker, may_replace=may_replace)
+            count = config.start_count or config.num_workers
+            pool = ProcessPool(starter, tasks, count, locker, may_replace=may_replace)
             self.pool, self._parts.nursery = pool, pool.nursery
             stack.callback(pool.end_workers)
             self._make_engine(
@@ -214,7 +215,7 @@ class Workers:
                 worker_count=config.most_workers,
                 window=config.most_window,
                 lend_limit=config.lend_limit,
-                present=config.num_workers,
+                present=count,
                 sharers=config.host_ranks,
                 tickets_each=config.prefetch_factor,
             )
