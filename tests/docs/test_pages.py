@@ -50,6 +50,17 @@ def test_what_only_the_site_shows_has_a_link_beside_it(path):
         assert f"]({included})" in text, included
 
 
+def test_the_index_links_every_page():
+    """The menu is only on the site. Pages of benchmarks have an index of their own."""
+    index = ROOT / "docs" / "index.md"
+    linked = {
+        index,
+        *(index.parent / link for link in re.findall(r"\]\((\S+?\.md)", shown_text(index))),
+    }
+    pages = {path for path in index.parent.rglob("*.md") if path.parent.name != "benchmarks"}
+    assert not pages - linked
+
+
 @pytest.mark.parametrize("folder", ["README.md", "docs", "examples", "shmloader"])
 def test_nothing_is_to_be_installed_from_an_index_that_lacks_it(folder):
     """There is no release: `pip install shmloader[...]` cannot work, so the package is named."""
