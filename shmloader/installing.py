@@ -193,9 +193,8 @@ class InstalledLoader:
 class InstallReport:
     """What torch's loaders in this process ran on since :func:`install`. Any thread may read it.
 
-    ``str(report)`` has a line for each kind of loader. Epochs that were begun in other processes
-    are not in the report, nor those of loaders with an ``__iter__`` of their own that does not call
-    torch's.
+    ``str(report)`` has a line for each kind of loader. The report leaves out epochs of other
+    processes, and of loaders whose own ``__iter__`` does not call torch's.
     """
 
     __module__ = "shmloader"  # users import it from there

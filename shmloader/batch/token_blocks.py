@@ -21,7 +21,7 @@ class TokenBlocks(Dataset[Any]):
     """Documents that are concatenated, then cut into blocks of equal length, for pre-training.
 
     Block i has the tokens from ``i * block`` on. There is no padding and no packing, and every
-    token is used, but documents are cut at the ends of blocks, and a block may have several. To
+    token is used. But documents are cut at the ends of blocks, and a block may have several. To
     keep documents whole, use :class:`shmloader.sampling.TokenBatches` instead.
 
     The tokens stay in their file, of any size, and are mapped into memory in each process. Samples
@@ -35,7 +35,7 @@ class TokenBlocks(Dataset[Any]):
         boundaries: The argument, as an int64 array or None.
 
     Args:
-        tokens: Path of a ``.npy`` file, or of any other file that has nothing but the tokens; or a
+        tokens: Path of a ``.npy`` file, or of another file that holds only the tokens. Or a
             one-dimensional array, memory map or tensor of ints.
         block: Number of tokens in a block, at least 1.
         boundaries: For each document, where it begins among the tokens, ascending. Samples are then
@@ -43,8 +43,8 @@ class TokenBlocks(Dataset[Any]):
             count from the beginning of the document, or of the block if the document has begun
             before. None for samples of tokens alone.
         dtype: Type of the tokens in a file that is not ``.npy``, such as "uint16".
-        next_token: Whether a sample has one token more, the first of the next block, so that there
-            is a label for each token of the block.
+        next_token: Whether a sample also has the first token of the next block, so that each token
+            of the block has a label.
 
     Raises:
         TypeError: If the tokens are not ints, or an argument has a wrong type.

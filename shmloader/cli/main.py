@@ -83,8 +83,8 @@ def make_parser() -> argparse.ArgumentParser:
     text = "the page (default: the name of the trace with .html)"
     add("-o", "--output", type=Path, metavar="FILE", help=text)
 
-    add = command("index", index, "say where the records of tar and JSON Lines shards lie")
-    text = "shards; the end of a name says the format"
+    add = command("index", index, "index tar and JSON Lines shards to find records by number")
+    text = "shards, such as data-0001.tar or data-0001.jsonl.gz"
     add("files", nargs="+", metavar="FILE", help=text)
     text = "number of processes (default: one for each core)"
     add("--jobs", type=count, metavar="N", help=text)

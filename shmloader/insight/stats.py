@@ -14,7 +14,7 @@ PARTS = {
     "queue": "behind earlier batches of its worker",
     "fetch": "in the dataset",
     "collate": "in collate_fn",
-    "encode": "being described by its worker",
+    "encode": "being packed for the main process",
     "transport": "loaded, on its way to the main process",
     "reorder": "waiting for an earlier batch",
     "ready": "waiting for the consumer",

@@ -88,9 +88,9 @@ class DataLoader(ResumableLoader[_T_co]):
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
     Args:
-        dataset: Map-style or iterable dataset, or a data pipe, as for torch's loader; or a stream
-            of shards (:class:`shmloader.streams.Shards`), with ``batch_size=None`` if it makes its
-            own batches.
+        dataset: Map-style or iterable dataset, or a data pipe, as for torch's loader. Or a stream
+            of shards (:class:`shmloader.streams.Shards`), with ``batch_size=None`` if it makes
+            batches.
 
         **Batches**
 
@@ -101,11 +101,11 @@ class DataLoader(ResumableLoader[_T_co]):
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
-            "rollover" puts them first in the next epoch, once the epoch is complete: an epoch that
+            "rollover" puts them first in the next epoch, once the epoch is complete. An epoch that
             is left early neither loses nor repeats the samples that it began with. "pad" is for
             :class:`shmloader.ShardedDataLoader`. With a ``batch_sampler``, its ``drop_last``
-            decides, and another ``last_batch`` only warns. ``last_batch`` cannot be combined with
-            a batch sampler that has no ``drop_last``.
+            decides, and another ``last_batch`` only warns. ``last_batch`` cannot be combined with a
+            batch sampler that has no ``drop_last``.
 
         **Order and seed**
 
@@ -115,38 +115,39 @@ class DataLoader(ResumableLoader[_T_co]):
         in_order: Whether batches are delivered in the sampler's order; otherwise, as soon as they
             are made.
         generator: Random generator for shuffling and for the base seed of the workers.
-        seed: A whole number, 0 or more. With it, a sample's random numbers depend on the seed, the
-            epoch and the sample's position in the order, and not on which worker loads what, or
-            when. ``shuffle=True`` orders by the seed in place of torch's global generator. A
-            ``sampler`` or ``batch_sampler`` is drawn with generators of ``random``,
-            ``numpy.random`` and torch that depend on the seed and the epoch; its ``set_epoch``, if
-            it has one, is called with the epoch. These generators are set anew before each sample
-            and before each collate, and :func:`shmloader.sample_rng` returns a generator of the
-            sample's own. Samples are fetched one by one, even if the dataset has ``__getitems__``.
-            Setting the generators takes 9 µs a sample, and up to 35 µs after large transforms. This
-            is left out for samples that cannot draw: those of tensors, arrays, lists, a dataset
-            whose ``__getitem__`` only looks up (``return self.items[index]``), and torch's
-            ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. With
-            ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state of
-            the process's generators is restored after each batch that has set them, which takes
-            about 18 µs. Positions are counted in this loader's order. So with a sampler that is cut
-            for ranks (``DistributedSampler``), random numbers depend on the rank as well: give all
-            ranks the same seed. If the dataset itself is cut for ranks, give each rank its own
-            seed. The random numbers of an iterable dataset's samples depend on the worker's number
-            and the position in that worker's stream. If you give no sampler, ``loader.sampler`` and
-            ``loader.batch_sampler`` yield the order that is delivered, for frameworks that read,
-            wrap or iterate a loader's samplers. Calling ``set_epoch`` of these sets the number of
-            the next epoch. Before the first batch of the present epoch is asked for, it sets the
-            number of the present epoch. Cannot be combined with ``generator``. None: all randomness
-            is as with torch.
+        seed: A whole number, 0 or more. The same seed gives the same order and the same random
+            augmentation for any number of workers: a sample's random numbers depend only on the
+            seed, the epoch and the sample's position in the order. ``shuffle=True`` orders by the
+            seed in place of torch's global generator. A ``sampler`` or ``batch_sampler`` is drawn
+            with generators of ``random``, ``numpy.random`` and torch that depend on the seed and
+            the epoch. Its ``set_epoch``, if it has one, is called with the epoch. These generators
+            are set anew before each sample and before each collate, and
+            :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
+            fetched one by one, even if the dataset has ``__getitems__``. Setting the generators
+            takes 9 µs a sample, and up to 35 µs after large transforms. This is left out for
+            samples that cannot draw: those of tensors, arrays and lists, and of a dataset whose
+            ``__getitem__`` only looks up (``return self.items[index]``). It is also left out for
+            torch's ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
+            With ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the
+            state of the process's generators is restored after each batch that has set them, which
+            takes about 18 µs. Positions are counted in this loader's order. So with a sampler that
+            is cut for ranks (``DistributedSampler``), random numbers depend on the rank as well:
+            give all ranks the same seed. If the dataset itself is cut for ranks, give each rank its
+            own seed. The random numbers of an iterable dataset's samples depend on the worker's
+            number and the position in that worker's stream. If you give no sampler,
+            ``loader.sampler`` and ``loader.batch_sampler`` yield the order that is delivered, for
+            frameworks that read, wrap or iterate a loader's samplers. Calling ``set_epoch`` of
+            these sets the number of the next epoch. Before the first batch of the present epoch is
+            asked for, it sets the number of the present epoch. Cannot be combined with
+            ``generator``. None: all randomness is as with torch.
 
         **Workers**
 
-        num_workers: Number of worker processes; 0 loads in this process. "auto" begins with half
-            of the cores and changes the number while it runs, up to twice the cores: it adds a
-            worker as long as batches then come faster, and removes one that is not needed. The
-            attribute ``num_workers`` is the present number, and ``get_worker_info().num_workers``
-            the maximum. The batches do not depend on the number if samples do not depend on their
+        num_workers: Number of worker processes; 0 loads in this process. "auto" begins with half of
+            the cores and changes the number while it runs, up to twice the cores. It adds a worker
+            as long as batches then come faster, and removes one that is not needed. The attribute
+            ``num_workers`` is the present number, and ``get_worker_info().num_workers`` the
+            maximum. The batches do not depend on the number if samples do not depend on their
             worker: with ``seed``, or if the dataset draws no random numbers. Without ``seed``, a
             warning says so. "auto" is for map-style datasets and worker processes only.
         thread_pool: Whether workers are threads of this process. For map-style datasets that wait
@@ -154,8 +155,8 @@ class DataLoader(ResumableLoader[_T_co]):
             copied, and ``get_worker_info()`` is None. The threads use the random generators of
             this process and do not seed them. Cannot be combined with
             ``multiprocessing_context``, ``shm_size`` or ``worker_restarts``.
-        executor: A ``concurrent.futures.Executor`` whose processes, on this or other machines, make
-            the batches in place of the loader's own workers:
+        executor: A ``concurrent.futures.Executor`` whose processes make the batches, on this or
+            other machines, in place of the loader's own workers. For example
             :class:`shmloader.cluster.DaskExecutor`, :class:`shmloader.cluster.RayExecutor`, MPI's,
             or a ``ProcessPoolExecutor``. For map-style datasets. ``num_workers`` is the number of
             batches in flight there (times ``prefetch_factor``, which is 1 if None). The dataset is
@@ -183,9 +184,9 @@ class DataLoader(ResumableLoader[_T_co]):
         **Memory and device**
 
         shm_size: Maximum shared memory of one iterator: bytes, or text such as ``"512MiB"``. It is
-            divided equally among ``prefetch_factor * num_workers + 4`` slots (with a device,
-            ``device_prefetch + 2`` in place of the 4 if that is more). A batch that needs more
-            than its share raises ``SharedMemoryError``. None: no maximum.
+            divided equally among ``prefetch_factor * num_workers + 4`` slots, each for one batch.
+            With a device, ``device_prefetch + 2`` takes the place of the 4 if that is more. A batch
+            that needs more than its share raises ``SharedMemoryError``. None: no maximum.
         pin_memory: Whether tensors are copied into page-locked memory, by a thread if there are
             workers.
         pin_memory_device: Deprecated by torch.
@@ -203,18 +204,18 @@ class DataLoader(ResumableLoader[_T_co]):
 
         timeout: Seconds that ``next()`` waits for a batch before it raises
             ``LoaderTimeoutError``; 0 waits forever. No batch is lost: the next call waits on.
-        sample_timeout: Seconds that one sample may take; None for no limit. While a batch is waited
-            for, a worker that takes longer is killed and replaced, and its batch is loaded again,
-            with a ``SampleTimeoutError`` in place of that sample. The error is raised at its
+        sample_timeout: Seconds that one sample may take; None for no limit. While ``next()`` waits
+            for a batch, a worker that takes longer is killed and replaced. Its batch is loaded
+            again, with a ``SampleTimeoutError`` in place of that sample. The error is raised at its
             batch's place, or handled as ``on_error`` says. It names the index and has the Python
             stack where the worker was killed. A thread cannot be killed (``thread_pool=True``): it
             is left behind and another thread takes its place. Whatever the old thread holds, such
-            as a lock, stays held until its code returns. One call of ``__getitems__`` may take as
-            many times the limit as it has indices. The stream of an iterable dataset ends with the
-            sample that hung, as after any exception of its iterator. The limit does not apply to
-            ``collate_fn``. It is not possible with ``num_workers=0``, where nothing could be
-            replaced. These replacements do not count for ``worker_restarts``, but here, too, a new
-            worker's random generators start anew.
+            as a lock, stays held until its code returns. ``__getitems__`` gets the limit times the
+            number of indices. The stream of an iterable dataset ends with the sample that hung, as
+            after any exception of its iterator. The limit does not apply to ``collate_fn``. It is
+            not possible with ``num_workers=0``, where nothing could be replaced. These replacements
+            do not count for ``worker_restarts``, but here, too, a new worker's random generators
+            start anew.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
             were loading are loaded again, in order. If no replacement is left (with 0, there is
             none), a death raises ``WorkerDiedError``, as does a second death over the same batch.
@@ -227,31 +228,31 @@ class DataLoader(ResumableLoader[_T_co]):
             discarded.
         on_error: What happens to a sample for which a map-style dataset raises an ``Exception``.
             "raise": ``next()`` raises it in place of the batch. "skip": the batch is delivered
-            without the sample, or is left out if no sample remains. A function
-            ``(index, exception) -> sample`` is called in the worker and returns a sample to take
-            its place; what the function raises, ``next()`` raises. With a ``DistributedSampler``
-            of several replicas, "skip" puts a copy of the batch's first good sample in place of a
-            bad one, so that ranks stay equal, and a batch without any good sample raises
-            ``TooManyFailures``. (With a :class:`~shmloader.sampling.TokenBatches`, bad samples are
-            left out, since a copy might exceed the budget.) If ``__getitems__`` fails for a batch,
-            it is called again for each index separately. Exceptions of ``collate_fn`` are always
-            raised, and so are those of an iterable dataset's iterator: with such a dataset, only
-            "raise" is possible.
-        max_failures: How many samples may fail in an epoch: an int, or a share of the samples tried
-            so far, judged from the 100th on and at the epoch's end. A share is a float or a
-            ``fractions.Fraction``, above 0 and at most 1. If more fail, ``next()`` raises
-            ``TooManyFailures``, with the last failure as its cause, and the iterator ends. None:
-            any number may fail, but with "skip" an epoch in which all samples failed raises
-            ``TooManyFailures`` as well.
-        snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
-            that has ``state_dict()`` and ``load_state_dict(state)``, or whose iterator has them; 0
-            or None for never. (Methods of these names that need other arguments are not called.)
-            "auto" means 0 if the dataset is a ``torch.nn.Module``, whose state is its weights, and
-            1 otherwise. When the loader is resumed, or the worker replaced, an iterable dataset
-            resumes from its last saved state: what was delivered since then is read again and
-            discarded. The batches do not depend on this number; save large states rarely. The state
-            of a map-style dataset is saved after every batch, whatever the number is. A state that
-            cannot be saved breaks no epoch: only ``state_dict()`` of the loader raises.
+            without the sample, or is left out if no sample remains. A function of ``(index,
+            exception)`` is called in the worker and returns a sample to take its place. What the
+            function raises, ``next()`` raises. With a ``DistributedSampler`` of several replicas,
+            "skip" puts a copy of the batch's first good sample in place of a bad one, so that ranks
+            stay equal. A batch without any good sample then raises ``TooManyFailures``. (With a
+            :class:`~shmloader.sampling.TokenBatches`, bad samples are left out, since a copy might
+            exceed the budget.) If ``__getitems__`` fails for a batch, it is called again for each
+            index separately. Exceptions of ``collate_fn`` are always raised, and so are those of an
+            iterable dataset's iterator: with such a dataset, only "raise" is possible.
+        max_failures: How many samples may fail in an epoch: a number, or a fraction of the samples
+            tried, such as 0.01. A fraction is checked once 100 samples have been tried, and at the
+            epoch's end. It is a float or a ``fractions.Fraction``, above 0 and at most 1. If more
+            fail, ``next()`` raises ``TooManyFailures``, with the last failure as its cause, and the
+            iterator ends. None: any number may fail, but with "skip" an epoch in which all samples
+            failed raises ``TooManyFailures`` as well.
+        snapshot_every_n_steps: After how many of its batches a worker saves the state of the
+            dataset; 0 or None for never. This is for a dataset that has ``state_dict()`` and
+            ``load_state_dict(state)``, or whose iterator has them. (Methods of these names that
+            need other arguments are not called.) "auto" means 0 if the dataset is a
+            ``torch.nn.Module``, whose state is its weights, and 1 otherwise. When the loader is
+            resumed, or the worker replaced, an iterable dataset resumes from its last saved state.
+            What was delivered since then is read again and discarded. The batches do not depend on
+            this number; save large states rarely. The state of a map-style dataset is saved after
+            every batch, whatever the number is. A state that cannot be saved breaks no epoch: only
+            ``state_dict()`` of the loader raises.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all epochs,
@@ -617,8 +618,8 @@ class DataLoader(ResumableLoader[_T_co]):
 
         May be called at any time, on any thread, and after ``close()``.
 
-        ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says
-        what limits the speed and what to change.
+        ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` says in a sentence or
+        two what limits the speed and what to change.
 
         A call takes some milliseconds for each living worker, to measure its memory. If torch's own
         iterator loads (data pipes, or a system without memfd and pidfd), nothing is measured.
@@ -719,9 +720,8 @@ def _hear(plan: Any, found: Any, *, is_here: bool) -> None:
 class CachedBatches(Generic[_T]):
     """Yields the first batches of a loader again and again, endlessly.
 
-    Train on it for a while: you see the speed with a loader that takes no time, and so the most
-    that a faster loader could gain. Your loop has to end by itself:
-    ``for step, batch in zip(range(1_000), CachedBatches(loader, 8))``.
+    Train on it for a while to see the most that a faster loader could gain. Your loop has to end by
+    itself: ``for step, batch in zip(range(1_000), CachedBatches(loader, 8))``.
 
     The same objects are yielded each time, so a change made in place stays.
 

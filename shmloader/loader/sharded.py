@@ -55,17 +55,16 @@ class Indexable(Protocol[_T_co]):
 class ShardedDataLoader(DataLoader[_T_co]):
     """A loader for several GPUs: in one process, in several, or both.
 
-    All ranks follow one global order of the samples, which depends on ``seed`` and the epoch
-    alone. Global batch b is the b-th run of ``batch_size * shards * world_size`` samples in this
-    order, where ``shards`` is the number of batches in a step. Rank r takes the r-th part of each
-    global batch, and shard i of a rank the i-th part of that. So the batches of all ranks and
-    shards, one after the other, are the same sequence for any number of ranks, as long as the
-    global batch has the same size.
+    All ranks follow one global order of the samples, which depends on ``seed`` and the epoch alone.
+    This order is cut into global batches of ``batch_size * shards * world_size`` samples, where
+    ``shards`` is the number of batches in a step. Rank r takes the r-th part of each global batch,
+    and shard i of a rank the i-th part of that. So all batches, one after the other, are the same
+    for any number of ranks, as long as the global batch has the same size.
 
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
     Args:
-        dataset: Map-style dataset, NumPy array, tensor or sequence; or a stream of shards
+        dataset: Map-style dataset, NumPy array, tensor or sequence. Or a stream of shards
             (:class:`shmloader.streams.Shards`), of which rank r of W has batches r, r + W, …
 
         **Batches**
@@ -109,11 +108,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         rank: Number of this process, from 0. Give both ``rank`` and ``world_size``, or neither. If
             both are None, they are those of the default group of ``torch.distributed``. Without a
-            group, they are torchrun's ``RANK`` and ``WORLD_SIZE``, or else Slurm's
-            ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, which ``srun`` sets. Without these, this
-            is rank 0 of 1. They are resolved when the first epoch begins, so a loader may be made
-            before the processes of a run are launched. Until then, ``len()``, ``state_dict()``,
-            ``load_state_dict()`` and the samplers use the values of that moment, and raise
+            group, they are torchrun's ``RANK`` and ``WORLD_SIZE``, or else Slurm's ``SLURM_PROCID``
+            and ``SLURM_STEP_NUM_TASKS``, which ``srun`` sets. Without these, this is rank 0 of 1.
+            They are resolved when the first epoch begins, so a loader may be made before the
+            processes of a run are launched. Until then, ``len()``, ``state_dict()``,
+            ``load_state_dict()`` and the samplers use the values of that moment. They raise
             ValueError if only one of two variables is set, or a value is wrong.
         world_size: Number of ranks.
         num_shards: Number of batches in a step. Each step is then a list of batches, even for 1.
@@ -159,7 +158,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         on_error: What happens to a sample that raises an ``Exception``.
         max_failures: How many samples may fail in an epoch, or what share of them.
         snapshot_every_n_steps: Whether the state of a dataset with ``state_dict()`` is saved after
-            each step: 1 or more for yes, 0 or None for never; "auto" for yes, unless the dataset is
+            each step. 1 or more for yes, 0 or None for never. "auto" for yes, unless the dataset is
             a ``torch.nn.Module``.
 
     Attributes:

@@ -143,11 +143,11 @@ class PipelineBuilder:
                 the items.
             name: The stage's name in errors; by default the op's own name.
             max_failures: How many calls may fail in an epoch: an int, or a share of all calls. A
-                share is a float or a ``fractions.Fraction``, above 0 and at most 1, and is judged
-                from the 100th call on and at the stage's end. Failed items are left out, counted
-                and listed (:attr:`Pipeline.failures`). If more calls fail, or all of them,
-                ``TooManyFailures`` is raised. By default, the stage counts towards the limit that
-                ``build`` sets for all stages together.
+                share is a float or a ``fractions.Fraction``, above 0 and at most 1. It is
+                checked once 100 calls have been made, and at the stage's end. Failed items are left
+                out, counted and listed (:attr:`Pipeline.failures`). If more calls fail, or all of
+                them, ``TooManyFailures`` is raised. By default, the stage counts towards the limit
+                that ``build`` sets for all stages together.
             setup: Makes a context, such as a connection or a client session. It is called without
                 arguments before the first item, where ``op`` runs, and ``op`` is then called as
                 ``op(item, context)``.

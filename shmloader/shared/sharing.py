@@ -75,8 +75,8 @@ def share(obj: _T, writable: bool = False) -> _T:
     are, and what was shared before is not copied again.
 
     The shared copy may be used in this process, in a loader's dataset, and in any process that
-    multiprocessing starts with fork, spawn or forkserver; only a handle is sent. The memory has no
-    name, cannot be changed, and is freed when no process uses it any more.
+    multiprocessing starts with fork, spawn or forkserver. Only a handle is sent. The memory has no
+    name, cannot be changed, and is freed when the last process drops it.
 
     Args:
         obj: The object to share. It is not changed; drop it to free its memory.
