@@ -5,7 +5,8 @@ window shuffle of 1,000 records a reader, and with a rolling buffer of 10,000 re
 
 "10,000 shards" and "rolling, tar": seconds from ``Shards(…)`` to the next batch, at the beginning
 of an epoch and from a state in its middle, which was saved in the same process; without workers,
-and with two that have to start. To go on, the size of each shard is compared. The tar shards are
+and with two that have to start. To go on, the names of all shards are compared, and the sizes of
+those of the first reader, or of each worker's first readers. The tar shards are
 local, and 10,000 records are in the buffers of all readers. "100,000 shards": the same, at the
 beginning. Shards of these two are small files that a function reads.
 

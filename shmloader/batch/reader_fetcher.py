@@ -11,6 +11,7 @@ from shmloader.batch.fetch import EmptyBatchError, is_from_outside
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.sampling.indices import PositionedIndices
+from shmloader.streams.fingerprints import check_sizes
 from shmloader.streams.reader import Found, Reader, Reading
 from shmloader.streams.stages import Failed, Guard, Item, Key, Run, Stage
 from shmloader.streams.stream import Stream
@@ -104,6 +105,9 @@ class ReaderFetcher:
     def _fetch(self, reading: Reading) -> Any:
         opened = self._opened.pop(reading.reader, None)
         if opened is None or opened.epoch != reading.epoch:
+            if reading.sizes:
+                shards = self._stream.root.shards(reading.epoch, reading.reader)
+                check_sizes(shards, reading.sizes)
             guard = LoaderGuard()
             run = Run(reading.reader, self._stream.readers, reading.epoch, guard)
             opened = OpenReader(reading.epoch, self._stream.begin(run), guard)

@@ -7,6 +7,7 @@ them can move to another object.
 import contextlib
 import copy
 import operator
+import pickle
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Self, TypeVar, cast
 
@@ -478,7 +479,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
         facts = {"length": self._length, **self._present_plan.order.facts()}
-        loaded = copy.deepcopy(check_state(state, facts))
+        # As sealed() has copied it: faster than copy.deepcopy().
+        loaded = pickle.loads(pickle.dumps(check_state(state, facts), pickle.HIGHEST_PROTOCOL))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
         iterators = self._parts.open_iterators()

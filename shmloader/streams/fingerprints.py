@@ -1,17 +1,33 @@
-"""A digest of a list of shards, which tells whether the list or a shard has changed."""
+"""Digests of lists of shards, which tell whether a list or a shard has changed.
 
+A state has one of the shards' names, which is compared when it is loaded. To compare all sizes
+takes longer than to make a batch, if there are many shards. So a state has short digests of sizes,
+one for the shards of each reader, and a reader compares its own before its first batch.
+"""
+
+import base64
 import hashlib
 import itertools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shmloader.streams.files import local_path
-from shmloader.streams.formats import unreadable
+from shmloader.streams.formats import reading
+
+#: So many letters are the digest of a group of sizes; one change in 16 million is not seen.
+LETTERS = 4
 
 # So many files are looked at in one task. On the disks of a network, threads wait together.
 _FILES_PER_TASK = 1000
 _THREADS = 16
+
+# So many names are one text, which fits the processor's cache.
+_NAMES_PER_TEXT = 500
+
+# Stands for the size of a file that is not there. That of a remote shard is None.
+_MISSING = -1
 
 
 def fingerprint(shards: Sequence[str]) -> bytes:
@@ -27,27 +43,85 @@ def fingerprint(shards: Sequence[str]) -> bytes:
     Raises:
         ShardError: If a file is not there; names the first one.
     """
-    starts = range(0, len(shards), _FILES_PER_TASK)
-    tasks = [shards[start : start + _FILES_PER_TASK] for start in starts]
-    if len(tasks) > 1:
-        with ThreadPoolExecutor(min(_THREADS, len(tasks))) as threads:
-            sizes = itertools.chain.from_iterable(threads.map(_sizes, tasks))
-    else:
-        sizes = itertools.chain.from_iterable(map(_sizes, tasks))
-    prefix = os.path.commonprefix(list(shards))  # noqa: RUF071 - cut at a slash
-    skipped = prefix.rfind("/") + 1
-    lines = (f"{name[skipped:]}\0{size}\n" for name, size in zip(shards, sizes, strict=True))
-    text = "".join(lines).encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(text, digest_size=16).digest()
+    sizes = _sizes(shards)
+    if _MISSING in sizes:
+        first = shards[sizes.index(_MISSING)]
+        with reading(first):
+            os.stat(local_path(first) or "")  # noqa: PTH116 - raises why it is not there
+    return _digest(f"{names_digest(shards)}\0{sizes}", 16)
+
+
+def names_digest(shards: Sequence[str]) -> str:
+    """Return a text that depends on the order and the names of shards, without their folder."""
+    # The folder of the first and the last one is mostly that of all, and is found at once.
+    for some in ([*shards[:1], *shards[-1:]], list(shards)):
+        prefix = os.path.commonprefix(some)  # noqa: RUF071 - cut at a slash
+        prefix = prefix[: prefix.rfind("/") + 1]
+        found, left_out = hashlib.blake2b(digest_size=8), 0
+        for at in range(0, len(shards), _NAMES_PER_TEXT):
+            text = "\0".join(["", *shards[at : at + _NAMES_PER_TEXT]])
+            names = text.replace("\0" + prefix, "\0")
+            found.update(names.encode("utf-8", "surrogateescape"))
+            left_out += len(text) - len(names)
+        if left_out == len(shards) * len(prefix):
+            break
+    return found.hexdigest()
+
+
+def sizes_digest(groups: Iterable[Sequence[str]]) -> str:
+    """Return ``LETTERS`` letters for each group of shards, which depend on their sizes."""
+    groups = list(groups)
+    sizes = iter(_sizes(list(itertools.chain.from_iterable(groups))))
+    texts = (str(list(itertools.islice(sizes, len(group)))) for group in groups)
+    return "".join(base64.b64encode(_digest(text, 3)).decode() for text in texts)
+
+
+def check_sizes(shards: Sequence[str], expected: str) -> None:
+    """Raise ValueError if a group of shards has another digest than when a state was saved."""
+    if sizes_digest([shards]) == expected:
+        return
+    newest = max((each for each in shards if local_path(each) is not None), key=_changed_s)
+    among = "" if len(shards) == 1 else f", or another one of {len(shards)} shards,"
+    raise ValueError(
+        f"the state does not fit the shards: {newest}{among} has another size than when the state "
+        "was saved. It is the one that was changed last. Restore it, or begin the epoch anew."
+    )
+
+
+def digest(text: str) -> str:
+    """Return a short checksum of a text."""
+    return _digest(text, 8).hex()
+
+
+def _digest(text: str, size: int) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(data, digest_size=size).digest()
 
 
 def _sizes(shards: Sequence[str]) -> list[int | None]:
     """Return the size of each shard in bytes, None for those that are remote."""
+    starts = range(0, len(shards), _FILES_PER_TASK)
+    tasks = [shards[start : start + _FILES_PER_TASK] for start in starts]
+    if len(tasks) < 2:  # noqa: PLR2004 - one task needs no thread
+        return _sizes_of_few(shards)
+    with ThreadPoolExecutor(min(_THREADS, len(tasks))) as threads:
+        return list(itertools.chain.from_iterable(threads.map(_sizes_of_few, tasks)))
+
+
+def _sizes_of_few(shards: Sequence[str]) -> list[int | None]:
     sizes = list[int | None]()
     for shard in shards:
         path = local_path(shard)
         try:
             sizes.append(None if path is None else os.stat(path).st_size)  # noqa: PTH116 - faster
-        except OSError as error:
-            raise unreadable(shard, error.strerror) from error
+        except OSError:
+            sizes.append(_MISSING)
     return sizes
+
+
+def _changed_s(shard: str) -> float:
+    """Return when a shard was changed last, in seconds; infinity if it is not there."""
+    try:
+        return os.stat(local_path(shard) or "").st_mtime  # noqa: PTH116 - as above
+    except OSError:
+        return math.inf

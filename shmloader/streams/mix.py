@@ -1,5 +1,6 @@
 """Mixes of streams, by shares of their samples or of their tokens."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -134,6 +135,21 @@ class MixRoot:
     def seeks(self) -> bool:
         """Whether all records can be read again without those before them."""
         return all(stream.root.seeks for stream in self._streams)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a reader reads shards of other readers in later passes."""
+        return isinstance(self._stop, int) or any(stream.repeats for stream in self._streams)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The shards of all streams."""
+        return [path for stream in self._streams for path in stream.root.paths]
+
+    def shards(self, epoch: int, reader: int) -> Sequence[str]:
+        """Return the shards of a reader in the first pass of an epoch."""
+        of_each = (stream.root.shards(epoch, reader) for stream in self._streams)
+        return list(itertools.chain.from_iterable(of_each))
 
     def begin(self, run: Run) -> Stage:
         """Return the stage that draws the records of a reader."""

@@ -19,9 +19,10 @@ from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_state import Order
 from shmloader.streams.board import Board, pauses, store_of_job
+from shmloader.streams.fingerprints import LETTERS, check_sizes, digest, sizes_digest
 from shmloader.streams.reader import Found, Reading
 from shmloader.streams.rounds import Facts, Rounds, Unknown
-from shmloader.streams.stream import Stream, digest
+from shmloader.streams.stream import Stream
 
 #: How many batches of a reader are known ahead of the one that is made. With ranks, a further one,
 #: so that a rank need not wait for the others' newest batches before it draws its next ones.
@@ -74,7 +75,6 @@ class ReaderOrder(Order):
         # Number the loader, and its epochs in this process, as the other ranks number theirs.
         self._loader, self._begun = -1, 0
         self._has_warned = self._has_warned_of_ranks = False
-        self._open(None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
@@ -106,6 +106,9 @@ class ReaderOrder(Order):
         """Set the epoch that is iterated next; see :meth:`Order.begin`."""
         super().begin(number, progress, saved)
         self._open((saved or {}).get("readers"))
+        self._sizes = (saved or {}).get("sizes", "")
+        if len(self._sizes) > LETTERS:
+            self._expected = self._sizes
         rank, world_size = self._cut = (0, 1) if self._ranks is None else self._ranks.find()
         if self._ranks is None:
             self._check_ranks()
@@ -156,11 +159,11 @@ class ReaderOrder(Order):
         """Begin at the position of a saved state; at the beginning for None."""
         self._facts = [Facts() for _ in range(self._stream.readers)]
         number, reader = (0, -1) if saved is None else saved["at"]
-        for one, (known, is_all, *position) in zip(
+        for one, (known, *position) in zip(
             self._facts, () if saved is None else saved["facts"], strict=saved is not None
         ):
-            one.known, one.is_all = known, bool(is_all)
-            one.positions = [(position[0], position[1])] if position else [(known, None)]
+            one.known, one.is_all = max(known, ~known), known < 0
+            one.positions = [(position[0], position[1])] if position else [(one.known, None)]
         self._rounds = Rounds(self._facts, (number, reader))
         self._cut = 0, 1
         self._board = None
@@ -179,6 +182,9 @@ class ReaderOrder(Order):
         self.owed = 0
         self._is_over = False
         self.repeats, self._repeated = -1, 0
+        # Digests of the sizes of shards for the epoch's states, once there is one; and those that
+        # readers compare.
+        self._sizes = self._expected = ""
 
     def __iter__(self) -> Iterator[Reading]:
         """Return an iterator of the epoch's readings, which may go on after StopIteration."""
@@ -307,7 +313,8 @@ class ReaderOrder(Order):
         world_size = self._cut[1]
         ahead = _AHEAD if world_size == 1 else _AHEAD_OF_RANKS
         route = reader // world_size
-        return Reading(self._epoch.number, reader, number, at, state, ahead, route)
+        sizes = self._expected[LETTERS * reader :][:LETTERS]
+        return Reading(self._epoch.number, reader, number, at, state, ahead, route, sizes)
 
     def repeats_before(self, position: int) -> int:
         """Return how many records of the newest epoch's batch before a position are repeats."""
@@ -358,13 +365,27 @@ class ReaderOrder(Order):
         for each, one in enumerate(self._facts):
             following = number + (each <= reader)
             position = [] if one.has(following) is False else one.before(following)
-            facts.append([one.known, int(one.is_all), *position])
+            facts.append([~one.known if one.is_all else one.known, *position])
         readers = {"at": [number, reader], "facts": facts}
-        return {**self.dump_next(generator), "has_started": True, "readers": readers}
+        if not self._sizes:
+            self._sizes = self._sizes_now(self._epoch.number)
+        state = self.state(generator).dump(has_started=False)
+        return {**state, "has_started": True, "readers": readers, "sizes": self._sizes}
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""
-        return self.state(generator).dump(has_started=False)
+        state = self.state(generator).dump(has_started=False)
+        return {**state, "sizes": self._sizes_now(None)}
+
+    def _sizes_now(self, epoch: int | None) -> str:
+        """Return the digests of the sizes of shards: of each reader, or of all for no epoch.
+
+        Of all as well if readers share them in later passes of the epoch.
+        """
+        root = self._stream.root
+        if epoch is None or self._stream.repeats:
+            return sizes_digest([root.paths])
+        return sizes_digest(root.shards(epoch, reader) for reader in range(root.readers))
 
     def facts(self) -> dict[str, Any]:
         """Return what a state and this loader must have in common, on any number of ranks."""
@@ -372,7 +393,10 @@ class ReaderOrder(Order):
         return {"global_batch": None, "order": order, "last_batch": None, "seed": self._seed}
 
     def check_progress(self, state: dict[str, Any]) -> None:
-        """Do nothing: the end of the epoch is known when the shards were read."""
+        """Raise ValueError if shards have other sizes than in the state, unless readers do that."""
+        sizes = state["sampler"].get("sizes", "")
+        if len(sizes) == LETTERS:
+            check_sizes(self._stream.root.paths, sizes)
 
     def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - always in order
         """Return how many batches of all ranks were delivered, as plain values."""

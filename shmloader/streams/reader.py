@@ -36,6 +36,8 @@ class Reading:
         state: The position of the reader; None for the beginning.
         ahead: How many further batches the answer has to know of.
         route: Decides which worker makes the batch: those of a reader have the same.
+        sizes: Digest of the sizes of the reader's shards when the state was saved from which the
+            epoch goes on; empty if they need not be compared.
     """
 
     epoch: int
@@ -45,6 +47,7 @@ class Reading:
     state: State | None = None
     ahead: int = 1
     route: int = 0
+    sizes: str = ""
 
     def __repr__(self) -> str:
         return f"batch {self.round} of reader {self.reader}"
@@ -52,7 +55,8 @@ class Reading:
     def __reduce__(self) -> Any:
         # One call, for each batch; what dataclasses do takes ten.
         return Reading, (
-            self.epoch, self.reader, self.round, self.at, self.state, self.ahead, self.route
+            self.epoch, self.reader, self.round, self.at, self.state, self.ahead, self.route,
+            self.sizes,
         )  # fmt: skip
 
 

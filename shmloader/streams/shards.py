@@ -10,11 +10,11 @@ from typing import Any
 from shmloader.errors import ShardError
 from shmloader.sampling.arguments import flag, whole_number
 from shmloader.streams.files import local_path
-from shmloader.streams.fingerprints import fingerprint
+from shmloader.streams.fingerprints import names_digest
 from shmloader.streams.formats import Format, as_format, can_seek
 from shmloader.streams.records import ShardRecords
 from shmloader.streams.stages import Run, permutation
-from shmloader.streams.stream import Stream, digest
+from shmloader.streams.stream import Stream
 
 
 class Shards(Stream):
@@ -103,6 +103,8 @@ class Shards(Stream):
 class ShardRoot:
     """Opens the shards of a stream. See :class:`Shards` for the arguments."""
 
+    repeats = False
+
     def __init__(
         self,
         paths: Sequence[str],
@@ -125,6 +127,10 @@ class ShardRoot:
         """Return the stage that reads the shards of a reader."""
         order = self.order(run.epoch + run.turn)[run.reader :: self.readers]
         return ShardRecords(run, self.paths, order, self.form, self._fetch, self._ahead)
+
+    def shards(self, epoch: int, reader: int) -> list[str]:
+        """Return the shards of a reader in the first pass of an epoch."""
+        return [self.paths[each] for each in self.order(epoch)[reader :: self.readers]]
 
     def order(self, epoch: int) -> Sequence[int]:
         """Return the numbers of the shards in the order of an epoch."""
@@ -179,17 +185,14 @@ class ShardRoot:
             self._cache.prefetch(path)
 
     @cached_property
-    def _fingerprint(self) -> str:
-        try:
-            return fingerprint(self.paths).hex()
-        except ShardError:  # a missing shard is on_error's, and paths may be no files
-            return digest("\n".join(self.paths))
+    def _names(self) -> str:
+        return names_digest(self.paths)
 
     def facts(self) -> str:
         """Return what the order of the records depends on, as a text."""
         kind = "shuffled" if self._is_shuffled else "in order"
         return (
-            f"{len(self.paths)} shards ({self._fingerprint}) {kind} with seed={self.seed} on "
+            f"{len(self.paths)} shards ({self._names}) {kind} with seed={self.seed} on "
             f"{self.readers} readers"
         )
 

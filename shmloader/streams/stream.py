@@ -6,7 +6,6 @@ workers, which begin readers from it (:mod:`shmloader.streams.reader`).
 
 import copy
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -43,6 +42,8 @@ class Root(Protocol):
         seed: Decides the orders.
         store: The store that ranks share; None for that of the default group.
         seeks: Whether records are found again without reading those before them.
+        repeats: Whether a reader reads shards of other readers in later passes.
+        paths: All shards.
     """
 
     readers: int
@@ -55,6 +56,17 @@ class Root(Protocol):
     @property
     def seeks(self) -> bool:
         """See the attributes."""
+
+    @property
+    def repeats(self) -> bool:
+        """See the attributes."""
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """See the attributes."""
+
+    def shards(self, epoch: int, reader: int) -> Sequence[str]:
+        """Return the shards of a reader in the first pass of an epoch."""
 
     def begin(self, run: Run) -> Stage:
         """Return the lowest stage of a reader."""
@@ -272,6 +284,11 @@ class Stream(IterableDataset[Any]):
         return self._root
 
     @property
+    def repeats(self) -> bool:
+        """Whether a reader reads shards of other readers in later passes of an epoch."""
+        return self._root.repeats or any(step.kind is Repeated for step in self._steps)
+
+    @property
     def is_batched(self) -> bool:
         """Whether the stream yields batches."""
         return self._group is not None
@@ -335,7 +352,7 @@ class Stream(IterableDataset[Any]):
         return True
 
     def facts(self) -> str:
-        """Return what the order of its batches depends on, as a text. Reads the shards' sizes."""
+        """Return what the order of its batches depends on, but for sizes of shards, as a text."""
         steps = [*self._steps, *([] if self._group is None else [self._group])]
         return f"{self._root.facts()}, {'.'.join(map(_describe_step, steps)) or 'records'}"
 
@@ -432,8 +449,3 @@ def _describe_step(step: Step) -> str:
 def _check_callable(function: object) -> None:
     if not callable(function):
         raise TypeError(f"a function is needed, but got {function!r}")
-
-
-def digest(text: str) -> str:
-    """Return a short checksum of a text."""
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
