@@ -1,8 +1,8 @@
 """Columns of Arrow tables, read from their buffers, a batch of rows at a time.
 
 A column lies in chunks, which have buffers of their own, in memory or in mapped files. One array
-spans all addresses from the first of these buffers to the last, so that the rows of a batch are
-gathered by one call, whichever chunks they are in. Only the bytes of the rows are ever read, so a
+spans all addresses from the first of these buffers to the last. So the rows of a batch are gathered
+by one call, whichever chunks they are in. Only the bytes of the rows are ever read, so a
 reader takes no memory for a column, apart from two integers for each chunk.
 
 Assumes that rows are inside the column, which the callers check: nothing else would. This module

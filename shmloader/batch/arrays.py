@@ -25,7 +25,7 @@ from shmloader.arrow.finding import find_fields, is_arrow, runs_no_user_code, so
 from shmloader.arrow.rows import RowMap
 from shmloader.batch.collator import Timer
 from shmloader.batch.token_blocks import TokenBlocks
-from shmloader.collate import RaggedBatch
+from shmloader.collate import RaggedBatch, takes_fields
 from shmloader.faults import FAULTS
 from shmloader.memory.flat import (
     BARE,
@@ -36,8 +36,8 @@ from shmloader.memory.flat import (
     field_tensor,
 )
 from shmloader.memory.rows import DIRECT, GATHERED_DTYPES, RepeatedGather, RowsAt, RowSource
-from shmloader.memory.segment import address_of
 from shmloader.memory.writer import SlotWriter, is_plain
+from shmloader.memory_maps import address_of
 from shmloader.sampling.indices import IndexArray, as_list, is_sharded
 from shmloader.shared.containers import SharedList
 
@@ -46,9 +46,6 @@ _SEQUENCES = (list, tuple, range)
 
 # The types of a subset's indices that run no code of the user's.
 _INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
-
-# The package whose functions collate a batch by its fields.
-_COLLATE = "shmloader.collate"
 
 # Numbers of dimensions of arrays whose samples may be images or volumes.
 _WITH_CHANNELS = (5, 6)
@@ -440,7 +437,7 @@ class ArrayFetcher:
         self._arrays, self._plain = arrays, plain
         self._timer, self._may_shard = timer, may_shard
         self._packs = is_plain(collate_fn)
-        self._takes_fields = type(collate_fn).__module__.startswith(_COLLATE)
+        self._takes_fields = takes_fields(collate_fn)
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch of these indices, or a list of the shards' batches."""

@@ -25,7 +25,8 @@ import torch
 from shmloader.batch.payload import Recorder, reducers_of_multiprocessing, spawning
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import sparse_parts
-from shmloader.memory.segment import Segment, reduce_memory_map
+from shmloader.memory.segment import Segment
+from shmloader.memory_maps import reduce_memory_map
 from shmloader.shared.containers import reduce_array, reduce_tensor
 
 _EMPTY_CELL = types.CellType()

@@ -31,6 +31,7 @@ from shmloader.interruptions import Suppressed, is_interruption, probe
 from shmloader.messages import Unsaved
 from shmloader.process_state import end_if_forked
 from shmloader.sampling.indices import is_sharded
+from shmloader.sampling.pieces import CutDataset
 
 _T = TypeVar("_T")
 
@@ -322,10 +323,10 @@ def _get_one(getitems: Get, index: Any) -> Any:
 def _list_getter(dataset: Any) -> Get | None:
     """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
 
-    That of torch's ``Subset`` does so if the dataset in the subset has none.
+    Those of torch's ``Subset`` and of ``CutDataset`` do so if the dataset in them has none.
     """
     inner = dataset
-    while type(inner) is Subset and "__getitems__" not in vars(inner):
+    while type(inner) in (Subset, CutDataset) and "__getitems__" not in vars(inner):
         inner = inner.dataset
     return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
 

@@ -40,9 +40,9 @@ from shmloader.memory.segment import (
     Segment,
     SegmentWriter,
     load_with_buffers,
-    reduce_memory_map,
     write_buffers,
 )
+from shmloader.memory_maps import reduce_memory_map
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
 from shmloader.shared.containers import reduce_array, reduce_tensor

@@ -40,7 +40,8 @@ from shmloader.memory.limits import (
     usable_cores,
     why_unsupported,
 )
-from shmloader.memory.segment import address_of, find_segment
+from shmloader.memory.segment import find_segment
+from shmloader.memory_maps import address_of
 from shmloader.shared.sharing import attributes_of, estimate_objects
 
 # What of a loader is sent to its workers.

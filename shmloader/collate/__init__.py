@@ -24,4 +24,12 @@ from shmloader.collate.pack import Pack
 from shmloader.collate.pad import Jagged, Pad
 from shmloader.collate.ragged import Ragged, RaggedBatch
 
+_FUNCTIONS = (AsList, Fields, Jagged, Pack, Pad, Stack)
+
+
+def takes_fields(collate_fn: object) -> bool:
+    """Whether a function is one of these, and of no subclass, so that it takes a RaggedBatch."""
+    return type(collate_fn) in _FUNCTIONS
+
+
 __all__ = ["AsList", "Fields", "Jagged", "Pack", "Pad", "Ragged", "RaggedBatch", "Stack"]

@@ -103,9 +103,9 @@ class RaggedBatch(Sequence[dict[str, Any]]):
     sequence of dicts.
 
     Attributes:
-        fields: The fields by key, each with an item for each sample: a :class:`Ragged` for samples
-            of different lengths; an array or a CPU tensor whose first dimension is the samples, for
-            samples of one shape; any other sequence, such as a list of strings.
+        fields: The fields by key, each with an item for each sample. A :class:`Ragged` is for
+            samples of different lengths, and an array or a CPU tensor for samples of one shape:
+            its first dimension is the samples. Any other sequence will do, such as a list of texts.
 
     Args:
         fields: The fields.

@@ -14,6 +14,7 @@ what is fastest differs:
 
 import abc
 import functools
+import itertools
 import math
 import operator
 import struct
@@ -227,8 +228,8 @@ def read_sequences(samples: Any, field: object) -> Sequences:
     """Return the reader of samples: lists of ints, arrays or tensors, or a :class:`Ragged`.
 
     Raises:
-        ValueError: If there are no samples, if one is none of these, or if they differ in dtype, or
-            in the shape of an element; names the sample.
+        ValueError: If there are no samples, or one is none of these or requires a gradient. If
+            they differ in dtype, or in the shape of an element. Names the sample.
     """
     check_samples(samples)
     if isinstance(samples, Ragged):
@@ -244,6 +245,11 @@ def read_sequences(samples: Any, field: object) -> Sequences:
         return _Slices(samples, lengths, _dtype_of(samples[0].dtype, field), tail)
     if not all(issubclass(kind, torch.Tensor) for kind in kinds):
         samples = [_to_tensor(sample, number, field) for number, sample in enumerate(samples)]
+    for number in itertools.compress(itertools.count(), map(_requires_grad, samples)):
+        raise bad_sample(
+            field, number, "requires a gradient, which a batch in shared memory cannot carry: "
+            "detach() it in the dataset",
+        )  # fmt: skip
     tail = _tail_of(samples, field)
     return _Tensors(samples, _int64((each.shape[0] for each in samples), len(samples)), tail)
 
@@ -288,3 +294,4 @@ def _tail_of(samples: list[Any], field: object) -> tuple[int, ...]:
 
 
 _ndim, _dtype = operator.attrgetter("ndim"), operator.attrgetter("dtype")
+_requires_grad = operator.attrgetter("requires_grad")

@@ -4,9 +4,9 @@ Lengths are an int64 array of n samples by k measures, and a budget is a tuple o
 result is a :class:`Packing`. Nothing here knows epochs, random numbers or the dataset.
 
 Best-fit decreasing takes the samples from long to short, and puts each where the least space is
-left over. Equal lengths follow one another, and most of a run goes to few batches: if ``space`` is
-the smallest space that takes a sample of ``length``, then ``space - length`` is the smallest one
-for the next of the run, as long as it fits. So :func:`best_fit_decreasing` takes one step for each
+left over. Equal lengths follow one another, and most of a run goes to few batches. Where ``space``
+is the smallest space that takes a sample of ``length``, ``space - length`` is the smallest one for
+the next of the run, if it fits. So :func:`best_fit_decreasing` takes one step for each
 run and batch, not for each sample. 10,000 log-normal lengths take about 2,200 steps, 0.8 ms.
 """
 
@@ -58,8 +58,8 @@ def best_fit_decreasing(lengths: Numbers, budget: Budget) -> Packing:
     """Pack so that the lengths of a batch add up to at most the budget, in each measure.
 
     Each sample goes to the batch with the least space that takes it, of equal ones to the first.
-    With several measures, samples are ordered by the largest share that they take of a budget,
-    spaces are compared by the sum of their shares, and each sample is a step: 80 ms for 10,000.
+    With several measures, samples are ordered by the largest share that they take of a budget.
+    Spaces are compared by the sum of their shares. Each sample is a step: 80 ms for 10,000.
 
     Args:
         lengths: Lengths from 1 to the budget, of shape (n, k).

@@ -1,7 +1,7 @@
 """Samples that are cut at the budget of a :class:`~shmloader.sampling.TokenBatches`."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ class CutDataset(Dataset[Any]):
 
     Sample i of the first ``len(dataset)`` ones is the beginning of sample i of the dataset. The
     further pieces of long samples follow, in order of sample and offset. A piece is loaded by
-    loading its whole sample.
+    loading its whole sample. Pieces are loaded by one call if the dataset has ``__getitems__``.
 
     Of a sample, every sequence that is as long as the sample's length is cut: tensors and arrays
     along their first dimension, and lists. Other fields stay as they are. Dicts, tuples and lists
@@ -67,12 +67,28 @@ class CutDataset(Dataset[Any]):
             IndexError: If there is no piece of that number.
             ValueError: If no part of the sample is as long as its length says.
         """
+        index, start = self._find(number)
+        return self._cut(self.dataset[index], index, start)
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Load several pieces; see :meth:`__getitem__`."""
+        found = [self._find(number) for number in numbers]
+        load = getattr(self.dataset, "__getitems__", None)
+        indices = [index for index, _ in found]
+        samples = load(indices) if load else [self.dataset[index] for index in indices]
+        return [self._cut(sample, *where) for sample, where in zip(samples, found, strict=True)]
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the sample of a piece, and its first token."""
         if not 0 <= number < len(self):
             raise IndexError(f"piece {number} of {len(self)}")
-        index, start, later = int(number), 0, int(number) - len(self.dataset)
-        if later >= 0:
-            index, start = int(self._owners[later]), int(self._starts[later])
-        sample = self.dataset[index]
+        later = int(number) - len(self.dataset)
+        if later < 0:
+            return int(number), 0
+        return int(self._owners[later]), int(self._starts[later])
+
+    def _cut(self, sample: Any, index: int, start: int) -> Any:
+        """Return the piece of a sample that begins at a token."""
         place = int(np.searchsorted(self._long, index))
         if place == len(self._long) or self._long[place] != index:
             return sample

@@ -32,8 +32,8 @@ class TokenBatches(EpochSampler[list[int]]):
 
     With ``layout="packed"``, the lengths of a batch's samples add up to at most ``max_tokens``, for
     a collate that lays them end to end. With "padded", the longest one times their count is at most
-    that, for a collate that pads. Compared with batches of a fixed number of samples, there is
-    little padding, no batch is too large for the memory, and ranks wait less for one another.
+    that, for a collate that pads. There is less padding than in batches of a fixed number
+    of samples. No batch is too large for the memory, and ranks wait less for one another.
 
     The samples of an epoch are taken in a shuffled order, ``window`` at a time. Those of a window
     are packed by best-fit decreasing ("packed"), or sorted and cut ("padded"). So a batch has
@@ -67,7 +67,8 @@ class TokenBatches(EpochSampler[list[int]]):
     Args:
         lengths: Tokens of each sample: a sequence, array, memory map or tensor of n ints, all at
             least 1. Of shape (n, k) if samples have several measures, such as text tokens and image
-            patches. An array is not copied, and must not change.
+            patches. An array is not copied, and must not change. Of a memory map that is read-only,
+            a pickled plan has only the file's path.
         max_tokens: The budget of a batch, at least 1; a tuple of k budgets for k measures, each of
             which is kept.
         layout: "packed" or "padded".
@@ -80,7 +81,7 @@ class TokenBatches(EpochSampler[list[int]]):
         balance: Cost of a sample, by which batches of similar cost are put side by side. "tokens":
             L, its tokens in all measures. "attention": ``a * L + L**2`` with a = 6 * 4096, for a
             transformer of width 4096. Or a function that gets lengths as an int64 array of shape
-            (m,), or (m, k), and returns an array of m costs, none of them negative; with "padded",
+            (m,), or (m, k), and returns an array of m costs, none of them negative. With "padded",
             it gets the padded lengths. None for no balance.
         too_long: What happens to a sample that is longer than ``max_tokens``. "raise" refuses it.
             "drop" leaves it out, and a warning gives the number. "truncate" counts ``max_tokens``
@@ -94,8 +95,8 @@ class TokenBatches(EpochSampler[list[int]]):
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If a word or a number is wrong, lengths and ``max_tokens`` differ in their
-            measures, or a length is not a whole number, is below 1, or is above ``max_tokens``. The
+        ValueError: If a word or a number is wrong, or lengths and ``max_tokens`` differ in their
+            measures. If a length is not a whole number, is below 1, or is above ``max_tokens``; the
             message has the first such index.
     """
 
@@ -173,7 +174,7 @@ class TokenBatches(EpochSampler[list[int]]):
         self._running = None
 
     def __len__(self) -> int:
-        """Return the number of batches of the running epoch, or of the next one.
+        """Return the number of batches of the running epoch, or of the next one if none is drawn.
 
         The first call of an epoch plans all its windows: 0.2 s for a million samples.
         """
@@ -204,9 +205,11 @@ class TokenBatches(EpochSampler[list[int]]):
         self._newest = self._running = epoch
         if not self._windows(epoch).knows(position):
             self._epochs[epoch] = self._plan(epoch)
-        yield from self._windows(epoch).batches(position)
-        if self._running == epoch:
-            self._running = None
+        try:
+            yield from self._windows(epoch).batches(position)
+        finally:  # also if the epoch is left
+            if self._running == epoch:
+                self._running = None
 
     def _windows(self, epoch: int) -> EpochWindows:
         windows = self._epochs.get(epoch)

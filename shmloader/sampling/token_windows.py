@@ -1,7 +1,7 @@
 """One epoch of a :class:`~shmloader.sampling.TokenBatches`: its windows, each planned by itself.
 
 A window is a run of the seeded order. Its batches depend on the lengths, the options, the seed, the
-epoch and the window's number, and their order also on how many batches come before. So a plan
+epoch and the window's number. Their order also depends on how many batches come before. So a plan
 begins at any window, once the batches of the windows before are counted: 0.1 µs a sample.
 """
 

@@ -43,11 +43,11 @@ from shmloader.memory.segment import (
     BufferTable,
     Segment,
     SegmentWriter,
-    address_of,
     find_segment,
     load_with_buffers,
     write_buffers,
 )
+from shmloader.memory_maps import address_of
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")

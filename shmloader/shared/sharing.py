@@ -29,7 +29,8 @@ from shmloader.grammar import counted, size
 from shmloader.interruptions import probe
 from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.memory.pickled import is_plain
-from shmloader.memory.segment import SegmentWriter, address_of, find_segment
+from shmloader.memory.segment import SegmentWriter, find_segment
+from shmloader.memory_maps import address_of
 from shmloader.shared.containers import (
     SharedDict,
     SharedList,

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from shmloader import ShardedDataLoader, share_on_host
-from shmloader.memory.segment import address_of, find_segment
+from shmloader.memory.segment import find_segment
+from shmloader.memory_maps import address_of
 from tests.process.one_pool import Report
 
 COUNT = 20_000

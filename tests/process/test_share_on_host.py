@@ -18,7 +18,8 @@ import torch
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, host, share_on_host
 from shmloader.host import Meeting
-from shmloader.memory.segment import address_of, find_segment
+from shmloader.memory.segment import find_segment
+from shmloader.memory_maps import address_of
 from shmloader.process_state import PROCESS
 from tests.process.ranks import FORK, LONG_S, variables
 from tests.process.support import TOLD_S, descriptor_count, wait_until

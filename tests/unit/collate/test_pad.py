@@ -162,3 +162,10 @@ def test_a_value_that_the_samples_cannot_have_is_refused(dtype, value):
     with pytest.raises(ValueError, match=f"'x': samples of {str(dtype)[6:]} cannot .* {value}"):
         Fields(x=Pad(value))([{"x": each} for each in samples])
     assert Pad(value)(samples[:1]).tolist() == [[1, 1]]  # nothing is padded
+
+
+@pytest.mark.parametrize("collate", [Pad(), Jagged()])
+def test_a_sample_that_requires_a_gradient_is_refused(collate):
+    samples = [torch.ones(2), torch.ones(3, requires_grad=True)]
+    with pytest.raises(ValueError, match=r"sample 1 of the batch requires a gradient.*detach"):
+        collate(samples)

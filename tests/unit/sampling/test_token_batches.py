@@ -161,7 +161,8 @@ def test_the_place_in_another_epoch_is_not_used():
 def test_a_place_that_is_not_known_is_none():
     batches = plan()
     assert batches.place(0) is None
-    next(iter(batches))
+    drawing = iter(batches)
+    next(drawing)
     assert batches.place(0) == [0, 0, 0]
     assert batches.place(150) is None
     assert len(batches) > 150
@@ -172,7 +173,8 @@ def test_the_running_epoch_of_a_resumed_plan_has_the_same_length():
     drawn = plan()
     count = len(list(drawn))
     batches = plan()
-    next(batches.seek(100, drawn.place(100)))
+    drawing = batches.seek(100, drawn.place(100))
+    next(drawing)
     assert len(batches) == count
 
 
@@ -526,6 +528,80 @@ def test_split_samples_come_in_pieces_that_know_their_offsets(workers):
 
 def plan_again(batches):
     return pickle.loads(pickle.dumps(batches))
+
+
+class TextsInLists(Texts):
+    """Texts that are loaded by lists, and what was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [self[index] for index in indices]
+
+
+def test_pieces_are_loaded_by_one_call_if_samples_are():
+    plan_of_pieces = TokenBatches(LONG, 10, too_long="split")
+    alone, together = Texts(), TextsInLists()
+    pieces = plan_of_pieces.pieces_of(together)
+    with DataLoader(pieces, batch_size=8, collate_fn=list) as loader:
+        (batch,) = loader
+    assert together.asked == [[0, 1, 2, 3, 4, 1, 1, 3]]
+    expected = plan_of_pieces.pieces_of(alone)
+    for loaded in (batch, expected.__getitems__(range(8))):
+        assert [one["mask"] for one in loaded] == [expected[n]["mask"] for n in range(8)]
+    with pytest.raises(IndexError):
+        pieces.__getitems__([0, 8])
+
+
+def test_an_error_of_one_of_several_pieces_names_the_piece():
+    """Where samples are loaded one by one, so are pieces."""
+
+    class Broken(Texts):
+        def __getitem__(self, index):
+            if index == 3:
+                raise OSError("no such text")
+            return super().__getitem__(index)
+
+    pieces = TokenBatches(LONG, 10, too_long="split").pieces_of(Broken())
+    loader = DataLoader(pieces, batch_size=8, collate_fn=list, on_error="skip")
+    assert [len(batch) for batch in loader] == [6]
+    assert [failure.index for failure in loader.failures] == [3, 7]
+
+
+def test_a_plan_of_a_mapped_file_is_pickled_without_its_lengths(tmp_path):
+    path = tmp_path / "lengths.bin"
+    LENGTHS.astype(np.uint16).tofile(path)
+    mapped = np.memmap(path, np.uint16, "r")
+    for lengths in (mapped, mapped[100:]):
+        batches = plan(lengths)
+        again = pickle.loads(pickle.dumps(batches))
+        assert epoch_of(again, 1) == epoch_of(batches, 1)
+        assert again.facts == batches.facts
+        assert np.array_equal(again.lengths, lengths)
+        assert len(pickle.dumps(batches)) < 1_400 < lengths.nbytes + 300
+    both = np.memmap(path, np.uint16, "r", shape=(350, 2))
+    batches = plan(both, (BUDGET, BUDGET))
+    again = pickle.loads(pickle.dumps(batches))
+    assert np.array_equal(again.lengths, both)
+    del mapped, both, lengths
+
+
+def test_after_an_epoch_that_was_left_the_length_is_that_of_the_next_one():
+    lengths = LENGTHS[:300]
+    counts = [len(epoch_of(plan(lengths, window=30, balance=None), n)) for n in range(6)]
+    batches = plan(lengths, window=30, balance=None)
+    loader = DataLoader(range(300), batch_sampler=batches)
+    seen = []
+    for _ in range(6):
+        for _ in loader:
+            seen.append(len(loader))
+            break
+        seen.append(len(loader))
+    assert len({*counts}) > 1
+    assert seen[0::2] == counts
+    assert seen[1:-1:2] == counts[1:]
 
 
 def test_a_sample_of_a_tokenizer_is_cut():
