@@ -20,6 +20,7 @@ exists for the tests.
                         ranks tell pools apart by it
 ``host_pools``          the shared pools that this process uses. Loaders share a pool if they have
                         the same key: ids of dataset and ``worker_init_fn``, number of workers
+``gathers``             the number of calls of ``stats(ranks=True)``: ranks tell calls apart by it
 ``builds_on_host``      idents of the threads that run a function for ``share_on_host()``
 ``received``            in a worker, the descriptors that came with its payload; in a rank that
                         opens an object of another rank, the descriptors that came with the object
@@ -103,6 +104,7 @@ class ProcessState:
         self.imports_threads = False
         self.calls_on_host = 0
         self.pools_on_host = 0
+        self.gathers = 0
         self.host_pools: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self.builds_on_host: set[int] = set()
         self.received: list[int] = []

@@ -5,10 +5,11 @@ The module is long because half of it documents and lists the arguments.
 
 import concurrent.futures
 import inspect
+import pickle
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from shmloader.loader.options import (
     is_map_style,
 )
 from shmloader.loader.resumable import FixedArgument
+from shmloader.process_state import PROCESS
 from shmloader.sampling.arguments import Ranks, divides_for_ranks, whole_number
 from shmloader.sampling.hooks import seekable
 from shmloader.sampling.loader_samplers import SeededShardSampler, leave_out_repeats
@@ -34,8 +36,13 @@ from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
+from shmloader.streams.board import gather, pauses, store_of_job
 from shmloader.streams.order import ReaderOrder
 from shmloader.streams.stream import Stream
+
+if TYPE_CHECKING:  # takes 10 ms
+    from shmloader.insight.ranks import RankStats
+    from shmloader.insight.stats import LoaderStats
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -348,6 +355,56 @@ class ShardedDataLoader(DataLoader[_T_co]):
             return True
         return self._stream is None and self._order.is_sharded
 
+    @overload
+    def stats(
+        self, of: Literal["epoch", "total"] = "epoch", *, ranks: Literal[False] = False
+    ) -> "LoaderStats": ...
+
+    @overload
+    def stats(
+        self, of: Literal["epoch", "total"] = "epoch", *, ranks: Literal[True]
+    ) -> "RankStats": ...
+
+    def stats(
+        self, of: Literal["epoch", "total"] = "epoch", *, ranks: bool = False
+    ) -> "LoaderStats | RankStats":
+        """Return where the time has gone so far, on this rank or on all ranks.
+
+        With ``ranks=True``, this is a collective operation: **all ranks have to call it**, equally
+        often and, if they have several loaders, in the same order. Each waits until all have called
+        it, at most ``timeout`` seconds. It goes through the store of ``torch.distributed``, on the
+        CPU, and sends some kilobytes for each rank. Otherwise this is
+        :meth:`shmloader.DataLoader.stats`.
+
+        Args:
+            of: "epoch": the newest epoch, running or over. "total": all epochs since the loader
+                was made, without the time between two of them.
+            ranks: Whether to gather the statistics of all ranks.
+
+        Returns:
+            A frozen snapshot. With ``ranks=True``, a
+            :class:`~shmloader.insight.ranks.RankStats`. It says which rank waited longest for
+            data, and whether the others waited for that rank.
+
+        Raises:
+            ValueError: If ``of`` is neither "epoch" nor "total"; or with ``ranks=True``, if there
+                are several ranks and ``torch.distributed`` is not initialised.
+            LoaderTimeoutError: If some ranks have not called it within ``timeout`` seconds.
+        """
+        own = super().stats(of)
+        if not ranks:
+            return own
+        from shmloader.insight.ranks import RankStats  # noqa: PLC0415 - takes 10 ms
+
+        rank, world_size = self._ranks.find()
+        if world_size == 1:
+            return RankStats((own,))
+        store, number = store_of_job(_NEEDS_GROUP), PROCESS.gathers
+        PROCESS.gathers += 1
+        wait = pauses(self.timeout, f"rank {rank} waits until all ranks call stats(ranks=True)")
+        found = gather(store, number, pickle.dumps(own), (rank, world_size), wait)
+        return RankStats(tuple(map(pickle.loads, found)))
+
     @property
     def padding(self) -> int:
         """Number of repeated samples in the batch or step that ``next()`` returned last.
@@ -361,6 +418,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise RuntimeError("padding is known only with in_order=True")
         plan = self._present_plan
         return int(plan.newest.repeats_before(plan.progress.position))
+
+
+_NEEDS_GROUP = (
+    "stats(ranks=True) asks the other ranks through torch.distributed: call "
+    "torch.distributed.init_process_group() before, or stats() for this rank alone"
+)
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:

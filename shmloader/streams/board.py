@@ -1,4 +1,4 @@
-"""What the ranks of a job tell one another of a stream's readers: through the job's store.
+"""What the ranks of a job tell one another, through the job's store: mostly of a stream's readers.
 
 Each rank posts what it has found of a reader, once for each batch that it has received. The other
 ranks read that when they need it, which is rarely: to draw batches further ahead, and to save a
@@ -28,21 +28,45 @@ _WARN_S = 30.0
 _log = logging.getLogger("shmloader")
 
 
-def store_of_job() -> Any:
+_FOR_READERS = (
+    "the ranks of a stream tell one another where its readers are. Call "
+    "torch.distributed.init_process_group() before the first epoch, or give the stream a "
+    "store= of torch.distributed that all ranks share."
+)
+
+
+def store_of_job(text: str = _FOR_READERS) -> Any:
     """Return the store of the default group of torch.distributed.
 
     Raises:
-        ValueError: If there is no group.
+        ValueError: With this text, if there is no group.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ValueError(
-            "the ranks of a stream tell one another where its readers are. Call "
-            "torch.distributed.init_process_group() before the first epoch, or give the stream a "
-            "store= of torch.distributed that all ranks share."
-        )
+        raise ValueError(text)
     from torch.distributed import distributed_c10d  # noqa: PLC0415 - not in every build of torch
 
     return distributed_c10d._get_default_store()
+
+
+def gather(store: Any, number: int, value: bytes, ranks: tuple[int, int], wait: Any) -> list[bytes]:
+    """Give a value to all ranks, and return those of all ranks, by their numbers. Collective.
+
+    Args:
+        store: A store of torch.distributed.
+        number: How many values this rank has given before.
+        value: The value of this rank.
+        ranks: This rank and the number of ranks.
+        wait: Generator of :func:`pauses`, whose errors are raised.
+    """
+    rank, world_size = ranks
+    shared: Any = torch.distributed.PrefixStore("shmloader/gather", store)  # type: ignore[attr-defined]
+    shared.set(f"{number}/{rank}", value)
+    keys = [f"{number}/{other}" for other in range(world_size)]
+    while not shared.check(keys):
+        next(wait)
+    if number:  # all ranks have read it, as they have given the next one
+        shared.delete_key(f"{number - 1}/{rank}")
+    return list(shared.multi_get(keys))
 
 
 class Board:
