@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -15,16 +16,18 @@ from shmloader.loader.sharded import ShardedDataLoader
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Run the command.
+    """Run the command. With ``--json``, the result is left in ``options.result``.
 
     Raises:
         UsageError: If the arguments name no loader, or one that ``--vs`` cannot compare.
         KeyboardInterrupt: After a Ctrl-C. The measurements so far are printed before.
     """
     if options.vs is None:
-        print(_run(make_loader(options.target), options)[1])
+        _, text, options.result = _run(make_loader(options.target), options)
+        if not options.json:
+            print(text)
         return
-    rounds, text = list[list[float]](), ""
+    rounds, text, facts = list[list[float]](), "", dict[str, Any]()
     try:
         while len(rounds) < options.rounds:
             loader = make_loader(options.target)
@@ -37,30 +40,44 @@ def bench(options: argparse.Namespace) -> None:
             turn = -1 if len(rounds) % 2 else 1
             both = [loader, on_torch(loader)][::turn]
             runs = [_run(one, options) for one in both][::turn]
-            rounds.append([rate for rate, _ in runs])
-            text = runs[0][1]
+            rounds.append([rate for rate, _, _ in runs])
+            _, text, facts = runs[0]
     finally:
-        if rounds:
+        if rounds and options.json:
+            is_interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+            options.result = {**facts, "is_interrupted": is_interrupted, "vs": _facts_of(rounds)}
+        elif rounds:
             print(f"{text}\n")
             _print_rounds(rounds)
 
 
-def _run(loader: Any, options: argparse.Namespace) -> tuple[float, str]:
+def _run(loader: Any, options: argparse.Namespace) -> tuple[float, str, dict[str, Any]]:
     """Take batches, with a training step after each.
 
-    Returns how many came a second, without the first one of each epoch, and a text, which is
-    printed before a Ctrl-C leaves this.
+    Returns how many came a second, without the first one of each epoch, a text, and the same for
+    ``--json``. One of these is given out before a Ctrl-C leaves this.
     """
     taken = samples = steady = 0
     start_s = before_s = time.monotonic()
     steady_s, batch_size, batches = 0.0, probe(loader, "batch_size") or 1, _batches(loader)
 
-    def describe() -> str:
+    def describe(*, is_interrupted: bool = False) -> tuple[float, str, dict[str, Any]]:
+        took_s, rate = max(1e-9, before_s - start_s), max(1e-9, steady / max(1e-9, steady_s))
+        facts = {
+            "target": options.target,
+            "is_interrupted": is_interrupted,
+            "batches": taken,
+            "samples": samples,
+            "elapsed_s": took_s,
+            "batches_per_s": rate,
+            "stats": None,
+            "vs": None,
+        }
         if isinstance(loader, DataLoader):
-            return str(loader.stats("total"))  # while the workers live, whose memory is measured
-        took_s = max(1e-9, before_s - start_s)
+            stats = loader.stats("total")  # while the workers live, whose memory is measured
+            return rate, str(stats), facts | {"stats": stats.to_dict()}
         known = f"{counted(taken, 'batch', 'batches')}, {counted(samples, 'sample')}"
-        return f"{known} in {seconds(took_s)}: {samples / took_s:,.0f} samples/s"
+        return rate, f"{known} in {seconds(took_s)}: {samples / took_s:,.0f} samples/s", facts
 
     try:
         for is_first, batch in itertools.islice(batches, options.batches):
@@ -72,9 +89,11 @@ def _run(loader: Any, options: argparse.Namespace) -> tuple[float, str]:
             before_s = now_s
         if not taken:
             raise UsageError("the loader returns no batch")
-        return max(1e-9, steady / max(1e-9, steady_s)), describe()
+        return describe()
     except KeyboardInterrupt:
-        print(f"interrupted after {taken} of {options.batches} batches\n{describe()}")
+        _, text, options.result = describe(is_interrupted=True)
+        if not options.json:
+            print(f"interrupted after {taken} of {options.batches} batches\n{text}")
         raise
     finally:
         batches.close()
@@ -100,6 +119,17 @@ def _samples_of(batch: Any, batch_size: int) -> int:
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     shape = probe(batch, "shape")
     return int(shape[0]) if shape else batch_size
+
+
+def _facts_of(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the rates of all rounds, and the ratios of ours to torch's, with their median."""
+    ours, torchs = zip(*rounds, strict=True)
+    ratios = [one / other for one, other in rounds]
+    return {
+        "batches_per_s": {"shmloader": [*ours], "torch": [*torchs]},
+        "ratios": ratios,
+        "median_ratio": statistics.median(ratios),
+    }
 
 
 def _print_rounds(rounds: Sequence[Sequence[float]]) -> None:

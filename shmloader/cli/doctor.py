@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import json
 import logging
 import multiprocessing
 import platform
@@ -80,7 +79,7 @@ _Part = tuple[str, Any]
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run the command.
+    """Run the command. With ``--json``, the result is left in ``options.result``.
 
     Returns:
         The exit code: 1 if the loader has a problem.
@@ -91,11 +90,11 @@ def doctor(options: argparse.Namespace) -> int:
     if options.target is None:
         system = f"{platform.system()} {platform.release()}, {platform.machine()}"
         title = f"Python {platform.python_version()}, torch {torch.__version__}, {system}"
-        rows, problems = _machine(), list[dict[str, str]]()
+        (rows, checks), problems = _machine(), list[dict[str, str]]()
     else:
-        title, rows, problems = _examine(options.target)
+        title, rows, checks, problems = _examine(options.target)
     if options.json:
-        print(json.dumps({"title": title, "rows": rows, "problems": problems}, indent=2))
+        options.result = {"title": title, "rows": rows, "checks": checks, "problems": problems}
         return bool(problems)
     found = ("{path} ({kind})\n{what}.\nRemedy: {remedy}.".format(**one) for one in problems)
     print(f"{title}\n")
@@ -106,8 +105,8 @@ def doctor(options: argparse.Namespace) -> int:
     return bool(problems)
 
 
-def _machine() -> dict[str, str]:
-    """Return what the machine offers to loaders."""
+def _machine() -> tuple[dict[str, str], dict[str, str]]:
+    """Return what the machine offers to loaders, and the verdicts: "ok" or "unavailable"."""
     root, devices = Path("/"), "none that torch can use"
     quota, cores, free = core_quota(root), usable_cores(root), free_memory(root)
     by = "" if quota is None else f"; {quota:g} by the quota of the control group"
@@ -117,7 +116,12 @@ def _machine() -> dict[str, str]:
         kind = torch.accelerator.current_accelerator()
         devices = f"{torch.accelerator.device_count()} ({kind})"
     is_built = importlib.util.find_spec("shmloader.memory._streaming") is not None
-    return {
+    offered = {
+        "shared_memory": not why,
+        "accelerator": torch.accelerator.is_available(),
+        "c_function": is_built,
+    }
+    rows = {
         "cores": f"{cores} ({affinity()} by affinity{by})",
         "memory": f"{size(free.nbytes)} free ({free.limit})" if free else "unknown",
         "shared memory": f"{why}\n{without}" if why else "available",
@@ -126,18 +130,21 @@ def _machine() -> dict[str, str]:
         "devices": devices,
         "C function": "built" if is_built else "not built: large copies pass the CPU's caches",
     }
+    return rows, {name: "ok" if has else "unavailable" for name, has in offered.items()}
 
 
-def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
-    """Return a title, the rows about a loader, and what its workers cannot use."""
+def _examine(name: str) -> tuple[str, dict[str, str], dict[str, str], list[dict[str, str]]]:
+    """Return a title, the rows about a loader, the verdicts, and what its workers cannot use."""
     target = call(name)
     loader, problems = _loader_of(target, name), list[dict[str, str]]()
     context = probe(loader, "multiprocessing_context") or multiprocessing.get_context()
     method = "none" if probe(loader, "thread_pool", False) else context.get_start_method()
     title = f"{name}: {type(target).__name__}; start method: {method}"
 
-    def complain(path: str, kind: str, what: str, remedy: str) -> None:
-        problems.append({"path": path, "kind": kind, "what": what, "remedy": remedy})
+    def complain(check: str, path: str, kind: str, what: str, remedy: str) -> None:
+        problems.append(
+            {"check": check, "path": path, "kind": kind, "what": what, "remedy": remedy}
+        )
 
     roots = {name: value for name in _SENT if (value := probe(loader, name)) is not None}
     parts = list(walk(roots))
@@ -157,10 +164,10 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
                     "open or create it in the worker: set it to None in __init__, and make it "
                     "when __getitem__ first needs it"
                 )
-                complain(path, _name_of(type(value)), what, remedy)
+                complain("fork", path, _name_of(type(value)), what, remedy)
         if torch.cuda.is_initialized():
             what = "the function used CUDA in this process, and CUDA does not work in a forked one"
-            complain("torch.cuda", "CUDA", what, 'multiprocessing_context="forkserver"')
+            complain("cuda", "torch.cuda", "CUDA", what, 'multiprocessing_context="forkserver"')
     elif method != "none":
         try:
             with contextlib.closing(Payload(tuple(roots.values()))) as payload:
@@ -171,14 +178,14 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
             path, value = part or Unpicklable("the arguments of the loader", loader)
             remedy = "open or create it in the worker, and leave it out in __getstate__"
             what = f"it cannot be pickled ({_first_line(error)})"
-            complain(path, _name_of(type(value)), what, remedy)
+            complain("pickle", path, _name_of(type(value)), what, remedy)
     batch_bytes = 0
     try:
         batch_bytes = _bytes_of_batch(loader)
     except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
         remedy = "iterate the loader with num_workers=0 to see the traceback"
         what = f"making it raises {_first_line(error)}"
-        complain("the first batch", type(error).__name__, what, remedy)
+        complain("batch", "the first batch", type(error).__name__, what, remedy)
     rows["batch"] = size(batch_bytes)
     if method != "none":
         workers = loader.num_workers or 2
@@ -190,7 +197,15 @@ def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
             f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters. "
             "share_on_host(build) and worker_scope='host' save most of it."
         )
-    return title, rows, problems
+    return title, rows, _verdicts(method, problems), problems
+
+
+def _verdicts(method: str, problems: list[dict[str, str]]) -> dict[str, str]:
+    """Return the verdict of each check: "ok", "problem", or "skipped" for other start methods'."""
+    done = {"fork": ("fork", "cuda"), "none": ()}.get(method, ("pickle",))
+    checks = dict.fromkeys(("fork", "cuda", "pickle", "batch"), "skipped")
+    checks |= dict.fromkeys((*done, "batch"), "ok")
+    return checks | {each["check"]: "problem" for each in problems}
 
 
 def _loader_of(target: object, name: str) -> Any:

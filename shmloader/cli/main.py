@@ -8,12 +8,14 @@
 """
 
 import argparse
+import contextlib
 import io
+import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -77,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--vs", choices=["torch"], help=text)
     text = "number of turns of each loader with --vs (%(default)s)"
     add("--rounds", type=count, default=5, help=text)
+    add("--json", action="store_true", help="print one JSON object")
 
     add = command("report", report, "write a web page that shows a trace")
     add("trace", type=Path, help="a file that loader.trace() has written")
@@ -91,6 +94,33 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr what the user's code prints, here and in worker processes."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(ours, 1)
+        os.close(ours)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run a command, and return the exit code. With ``--json``, stdout has the result alone."""
+    parsed.result = None
+    if not getattr(parsed, "json", False):
+        return parsed.run(parsed) or 0
+    try:
+        with stdout_to_stderr():
+            return parsed.run(parsed) or 0
+    finally:
+        if parsed.result is not None:
+            print(json.dumps(parsed.result, indent=2))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default that of ``sys.argv``, and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -99,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     try:
-        return parsed.run(parsed) or 0
+        return run(parsed)
     except UsageError as error:
         print(f"shmloader {parsed.command}: error: {error}", file=sys.stderr)
         return _BAD_ARGUMENTS

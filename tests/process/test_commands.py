@@ -1,11 +1,13 @@
 """The command line, on real loaders."""
 
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,23 @@ class Slow(Dataset):
 
 def make():
     return shmloader.DataLoader(Slow(), batch_size=4, num_workers=2, shuffle=True)
+
+class Loud(Slow):
+    def __getitem__(self, index):
+        print("a sample")
+        os.write(1, b"of mine")
+        return super().__getitem__(index)
+
+def make_loud():
+    print("a loader")
+    return shmloader.DataLoader(Loud(), batch_size=4, num_workers=2)
+
+class Bad(Slow):
+    def __getitem__(self, index):
+        raise ValueError("of mine")
+
+def make_bad():
+    return shmloader.DataLoader(Bad())
 
 def make_torch():
     return torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1)
@@ -219,3 +238,46 @@ def test_the_command_line_runs_as_a_module_on_the_example_of_the_readme() -> Non
     )
     assert done.returncode == 0, done.stderr
     assert "4 batches, 64 samples" in done.stdout
+
+
+def json_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON object of a command, while the user's code prints, too."""
+    code = run(*arguments, "--json")
+    return code, json.loads(capfd.readouterr().out)
+
+
+def test_bench_gives_json_alone_on_stdout(capfd) -> None:
+    code, found = json_of(capfd, "bench", "loaders_of_mine:make_loud", "--batches", "20")
+    assert (code, found["batches"], found["samples"]) == (0, 20, 80)
+    assert found["target"] == "loaders_of_mine:make_loud"
+    assert (found["is_interrupted"], found["vs"]) == (False, None)
+    assert found["stats"]["batches"] == 20
+    assert found["batches_per_s"] > 0
+    code, found = json_of(capfd, "bench", "loaders_of_mine:make_torch", "--batches", "4")
+    assert (code, found["batches"], found["stats"]) == (0, 4, None)
+    rounds = ("--vs", "torch", "--rounds", "2", "--batches", "3")
+    code, found = json_of(capfd, "bench", "loaders_of_mine:make_loud", *rounds)
+    assert code == 0
+    ours, torchs = found["vs"]["batches_per_s"].values()
+    assert found["vs"]["ratios"] == [one / other for one, other in zip(ours, torchs, strict=True)]
+    assert (found["stats"]["batches"], len(ours)) == (3, 2)
+
+
+def test_json_of_a_bench_that_is_interrupted_or_wrong(capfd) -> None:
+    code, found = json_of(capfd, "bench", "loaders_of_mine:make_interrupted")
+    assert (code, found["is_interrupted"], found["batches"]) == (130, True, 10)
+    assert run("bench", "loaders_of_mine:make_nothing", "--json") == 2
+    assert capfd.readouterr().out == ""
+
+
+def test_doctor_names_its_checks(capfd) -> None:
+    code, found = json_of(capfd, "doctor")
+    assert code == 0
+    assert found["checks"]["shared_memory"] == "ok"
+    assert set(found["checks"]) == {"shared_memory", "accelerator", "c_function"}
+    code, found = json_of(capfd, "doctor", "loaders_of_mine:make_loud")
+    checks = {"fork": "ok", "cuda": "ok", "pickle": "skipped", "batch": "ok"}
+    assert (code, found["checks"], found["problems"]) == (0, checks, [])
+    code, found = json_of(capfd, "doctor", "loaders_of_mine:make_bad")
+    assert (code, found["checks"]) == (1, {**checks, "batch": "problem"})
+    assert [each["check"] for each in found["problems"]] == ["batch"]
