@@ -31,7 +31,7 @@ def cells_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", PLAIN, ids=IDS)
 def test_pages_show_no_roles_and_no_directives(path):
-    raw = r"\{[a-z:-]+\}`[^`]*`|^ *[`:]{3,}\{.*$|^:\w+:.*$"
+    raw = r"\{[a-z:-]+\}`[^`]*`|^ *[`:]{3,}\{.*$|^:\w+:.*$|^[<>]{7} .*$"
     found = re.findall(raw, shown_text(path), re.MULTILINE)
     assert not found, "put directives into a comment `<!-- site … -->`, and link what it shows"
 
