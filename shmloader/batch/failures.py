@@ -43,6 +43,12 @@ _CONTROL_FLOW = (StopIteration, StopAsyncIteration)
 _SHOWN = 8
 
 
+class RecordName(str):
+    """The key of a record of a stream, which names the record and its shard."""
+
+    __slots__ = ()
+
+
 class _Note(str):
     """A note of :func:`add_note`, which tells it from other notes of an exception."""
 
@@ -229,6 +235,11 @@ def describe_indices(ticket_indices: object) -> str:
     if count > _SHOWN:
         return f"{count} indices: {shown}, …"
     return f"{'index' if count == 1 else 'indices'} {shown}" if count else "no indices"
+
+
+def name_of(index: object) -> str:
+    """Return a short text that names a sample: "index 3", or "record 7 of shard a.tar"."""
+    return index if type(index) is RecordName else f"index {describe_index(index)}"
 
 
 def describe_index(index: object) -> str:

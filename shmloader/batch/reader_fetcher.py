@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shmloader.batch.collator import Collator
-from shmloader.batch.failures import BadSample, SampleReport, add_note
+from shmloader.batch.failures import BadSample, RecordName, SampleReport, add_note
 from shmloader.batch.fetch import EmptyBatchError, is_from_outside
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
@@ -173,7 +173,7 @@ class LoaderGuard(Guard):
             raise error
         name = stage.describe(key)
         if not self.fetcher.is_strict:
-            return Failed(BadSample.caught(name, self.fetcher.where))
+            return Failed(BadSample.caught(RecordName(name), self.fetcher.where))
         add_note(error, f"{name[0].upper()}{name[1:]} failed.")
         return Failed(error)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
-from shmloader.batch.failures import LISTED, SampleReport, describe_index
+from shmloader.batch.failures import LISTED, RecordName, SampleReport, name_of
 from shmloader.errors import TooManyFailures
 from shmloader.grammar import counted, describe_worker
 
@@ -32,7 +32,8 @@ class FailedSample:
     """A sample that failed.
 
     Attributes:
-        index: Its index, or a text of it if the index cannot be unpickled in this process.
+        index: Its index, or a text of it if the index cannot be unpickled in this process. Of a
+            stream of shards, the name of the record: "record 7 of shard a.tar".
         error: The exception, of the dataset's own class where that can be built from a text. Its
             ``str`` is one line.
         worker: Number of the worker that loaded it; None for this process.
@@ -159,19 +160,19 @@ class FailureWatch:
         self._listed.total += report.failed_count
         who = "this process" if worker is None else describe_worker(worker, pid)
         for bad in report.newest:
-            index = describe_index(bad.index)
+            name = name_of(index := bad.index)
             if self._last is None:
                 _log.warning(
-                    "the sample of index %s failed and is %s (%s, on_error): %s. Further failures "
+                    "%s failed and is %s (%s, on_error): %s. Further failures "
                     "of this epoch are not logged; `failures` of the loader counts them.",
-                    index,
+                    name if type(index) is RecordName else f"the sample of {name}",
                     "replaced" if self._replaces or self._copies else "left out",
                     who,
                     bad.error.summary[:_LOGGED_CHARACTERS],
                 )
-            note = f"{who[0].upper()}{who[1:]} was loading index {index} of {batch}."
+            note = f"{who[0].upper()}{who[1:]} was loading {name} of {batch}."
             error = bad.error.summarized(note)
-            self._last = FailedSample(bad.index, error, worker, bad.error.text)
+            self._last = FailedSample(index, error, worker, bad.error.text)
             self._listed.add(self._last)
         if self._limit.add(report.sample_count, report.failed_count):
             return self._too_many()
@@ -200,7 +201,7 @@ class FailureWatch:
             f"failed, more than max_failures={self._max_failures} allows"
         )
         if last is not None:
-            what += f". The last was index {describe_index(last.index)} (see the cause)"
+            what += f". The last was {name_of(last.index)} (see the cause)"
         error = TooManyFailures(f"{what}. The loader's `failures` lists the newest ones.")
         error.__cause__ = None if last is None else last.error
         return error

@@ -48,6 +48,7 @@ from shmloader.loader.options import (
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
     check_last_batch,
+    check_order_of_stream,
     describe_loader,
     describe_unsupported,
     is_map_style,
@@ -330,8 +331,8 @@ class DataLoader(ResumableLoader[_T_co]):
                 self.__dict__[name] = given[name]
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
             num_workers = self._begin_adapting(num_workers, dataset)
-        if executor is not None and num_workers and prefetch_factor is None:
-            prefetch_factor = 1
+        has_tasks = executor is not None and num_workers and prefetch_factor is None
+        prefetch_factor = 1 if has_tasks else prefetch_factor
         if last_batch is not None:
             if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
                 # A framework builds this loader with the batch sampler of another rollover loader.
@@ -343,6 +344,9 @@ class DataLoader(ResumableLoader[_T_co]):
                 )
             makes_batches = batch_sampler is None and not isinstance(dataset, Stream)
             drop_last = drop_last or (last_batch == "discard" and makes_batches)
+        if Stream in type(dataset).__mro__:
+            samplers = sampler, batch_sampler
+            check_order_of_stream(shuffle, samplers, drops_last=drop_last and batch_size is None)
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
             pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,

@@ -330,7 +330,10 @@ def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
     rules = [
         (not batched or loader.batch_size is None, "makes its batches: give batch_size=None"),
         (not (batched and collates), "collates its batches: give collate= to its method batch()"),
-        (not callable(values.get("on_error")), "can leave out a bad record: give on_error='skip'"),
+        (
+            not callable(values.get("on_error")),
+            "leaves out a bad record, and cannot replace it: give on_error='skip'",
+        ),
         ("fetch_concurrency" not in values, "is read in order: leave out fetch_concurrency"),
         (loader.in_order, "has an order in which its batches come: leave out in_order=False"),
         (not isinstance(loader.num_workers, AutoCount), f"{_OWN} a number for num_workers"),
@@ -347,6 +350,30 @@ def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
 
 
 _OWN = "gives each worker readers of its own: give"
+
+
+def check_order_of_stream(
+    shuffle: object, samplers: tuple[object, object], *, drops_last: bool
+) -> None:
+    """Check the arguments of a loader over a stream of shards that torch's loader refuses as well.
+
+    Args:
+        shuffle: The argument.
+        samplers: The sampler and the batch sampler.
+        drops_last: Whether ``drop_last`` is given with ``batch_size=None``.
+
+    Raises:
+        ValueError: If one is given; says what to give instead.
+    """
+    wrong = ""
+    if shuffle:
+        wrong = "is shuffled by its method: give stream.shuffle(1000), and leave out shuffle"
+    elif samplers != (None, None):
+        wrong = "has its own order: leave out sampler and batch_sampler"
+    elif drops_last:
+        wrong = "makes its batches: give drop_last=True to its method batch()"
+    if wrong:
+        raise ValueError(f"a stream of shards {wrong}")
 
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
@@ -470,8 +497,9 @@ def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
 def describe_source(source: object) -> str:
     """Return the type of a dataset, or of a pipeline's source, and its length if it has one."""
     length = ""
-    with contextlib.suppress(Exception):  # it may have no length, or not know it yet
-        length = f" of length {len(source)}"  # type: ignore[arg-type]
+    if not isinstance(source, Stream):  # which would read all shards for it
+        with contextlib.suppress(Exception):  # it may have no length, or not know it yet
+            length = f" of length {len(source)}"  # type: ignore[arg-type]
     return f"<{type(source).__name__}{length}>"
 
 

@@ -73,6 +73,7 @@ class ShardCache:
 
     Raises:
         ValueError: If the limit is negative, or there is no thread.
+        TypeError: If the limit is no number.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class ShardCache:
         storage_options: Mapping[str, Any] | None = None,
         threads: int = 2,
     ) -> None:
+        if not isinstance(limit, float | int):
+            raise TypeError(f"limit should be a number of bytes, but is {limit!r}")
         if limit < 0:
             raise ValueError(f"limit should be a number of bytes, but is {limit}")
         if threads < 1:

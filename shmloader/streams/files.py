@@ -9,10 +9,10 @@ import io
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote
 
 _GZIP = (".gz", ".tgz")
 _ZSTD = (".zst", ".tzst")
@@ -26,11 +26,16 @@ _AHEAD_BYTES = 8 << 20
 # So many bytes are read and dropped at a time on the way to a place in a compressed file.
 _SKIPPED_BYTES = 1 << 20
 
+# So many bytes of a file compressed by zstd are decompressed at a time: a few times as many come
+# out.
+_COMPRESSED_BYTES, _BUFFER_BYTES = 32 << 10, 64 << 10
+
 
 def local_path(url: str) -> str | None:
     """Return the path that a URL stands for on this machine; None for a remote one."""
     if url.startswith(("file://", "local://")):
-        return url2pathname(urlsplit(url).path)
+        # Programs write "#" and "?" into such a URL as they are.
+        return unquote(url.partition("://")[2].removeprefix("localhost"))
     return None if "://" in url or "::" in url else url
 
 
@@ -53,14 +58,15 @@ def open_file(path: str) -> IO[bytes]:
 
     Raises:
         OSError: If the file cannot be opened.
+        EOFError: If it should be compressed, and is empty.
         ImportError: If zstd is needed, and its package is not installed.
     """
-    name = path.lower()
-    if name.endswith(_GZIP):
-        return io.BufferedReader(gzip.open(path, "rb"))
-    if name.endswith(_ZSTD):
-        return io.BufferedReader(_open_zstd(path))
-    return Path(path).open("rb")
+    if not is_compressed(path):
+        return Path(path).open("rb")
+    if not Path(path).stat().st_size:
+        raise EOFError("it is empty, which no compressed file is")
+    is_gzip = path.lower().endswith(_GZIP)
+    return io.BufferedReader(gzip.open(path, "rb") if is_gzip else _open_zstd(path), _BUFFER_BYTES)
 
 
 def _open_zstd(path: str) -> Any:
@@ -75,7 +81,53 @@ def _open_zstd(path: str) -> Any:
     except ImportError as error:
         raise ImportError(f"{path} is compressed by zstd: pip install zstandard") from error
     file = Path(path).open("rb")  # noqa: SIM115 - the reader closes it
-    return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return _ZstdFile(file, zstandard.ZstdDecompressor)
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses a file by zstandard, whose own reader takes a file that was cut for a whole one.
+
+    Args:
+        file: The compressed file, which is closed with this.
+        make: Makes a decompressor.
+    """
+
+    def __init__(self, file: IO[bytes], make: Callable[[], Any]) -> None:
+        self._file, self._make = file, make
+        # The present frame; None between two. What was read of the next one, and what is left of
+        # what was decompressed.
+        self._frame: Any = None
+        self._following, self._left = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, at least in part; return 0 at the end.
+
+        Raises:
+            EOFError: If the file ends within a frame.
+        """
+        while not self._left:
+            data = self._following or self._file.read(_COMPRESSED_BYTES)
+            if not data:
+                if self._frame is None:
+                    return 0
+                raise EOFError("it ends in the middle of what zstd has compressed")
+            self._frame = self._frame or self._make().decompressobj()
+            self._left = memoryview(self._frame.decompress(data))
+            self._following = b""
+            if self._frame.eof:
+                self._following, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
 
 class ReadAhead:

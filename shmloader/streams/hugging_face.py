@@ -11,9 +11,6 @@ from shmloader.streams.formats import Format
 from shmloader.streams.jsonl import JsonlFormat
 from shmloader.streams.shards import Shards
 
-# As many as Shards has by default.
-_MOST_READERS = 64
-
 # What a dataset went through, by the class of its iterable.
 _STEPS = {
     "BufferShuffledExamplesIterable": "shuffle()",
@@ -52,7 +49,7 @@ def from_hf(
         dataset: The dataset, without ``map()``, ``filter()``, ``shuffle()`` or the like.
         seed: Decides the order, as for :class:`Shards`.
         shuffle_shards: Whether each epoch has another order of files.
-        readers: Number of readers; None for as many as files, and at most 64.
+        readers: Number of readers, as for :class:`Shards`.
         cache: Keeps remote files on a disk of this machine, as for :class:`Shards`.
         store: The store that ranks share, as for :class:`Shards`.
 
@@ -82,8 +79,6 @@ def from_hf(
         )
     if any(groups is not None for groups in kwargs.get("row_groups_list") or ()):
         raise ValueError("the dataset went through reshard(), and a stream reads whole files")
-    if readers is None:
-        readers = min(_MOST_READERS, len(files))
     return Shards(
         files, form, seed=seed, shuffle_shards=shuffle_shards, readers=readers, cache=cache,
         store=store,

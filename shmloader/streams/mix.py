@@ -57,6 +57,8 @@ def mix(
     if by not in ("samples", "tokens"):
         raise ValueError(f"by should be 'samples' or 'tokens', but is {by!r}")
     if stop not in ("first", "all"):
+        if isinstance(stop, str):
+            raise ValueError(f"stop should be 'first', 'all' or a number, but is {stop!r}")
         stop = whole_number(stop, "stop", minimum=1)
     if by == "samples" and length is not None:
         raise ValueError("length is used with by='tokens' only: leave it out")
@@ -80,7 +82,9 @@ def mix(
 
 
 def _checked(weights: Weights, name: str) -> list[tuple[Stream, float]]:
-    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+    pairs: list[Any] = list(weights.items() if isinstance(weights, Mapping) else weights)
+    if any(isinstance(pair, Stream) for pair in pairs):
+        raise TypeError(f"{name} should be a dict of streams to weights, or a list of such pairs")
     if not pairs:
         raise ValueError(f"{name} should have a weight for at least one stream, but is empty")
     seen: list[Stream] = []

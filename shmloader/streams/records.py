@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ShardRecords(Stage):
     """Reads the records of a reader's shards, one shard after the other.
 
-    An error that names a record makes this one record fail. After any other one, the rest of the
-    shard is left out: one record fails in its place.
+    An error that names this record or a later one makes one record fail. After any other one, the
+    rest of the shard is left out: one record fails in its place.
 
     Args:
         run: The reader.
@@ -91,10 +91,11 @@ class ShardRecords(Stage):
         key = self.run.turn, self._order[self._at], self._number
         failed = self.run.guard.failed(error, key, self)
         number = self._failed_record(error)
-        if number is None:
+        # What is raised about an earlier record would be raised again.
+        if number is None or number < key[2]:
             self._go_to(self._at + 1, 0)
         else:
-            self._go_to(self._at, max(number, key[2]) + 1)
+            self._go_to(self._at, number + 1)
         return key, failed
 
     def _open(self, shard: int) -> Iterator[Any]:

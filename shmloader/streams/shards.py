@@ -1,5 +1,6 @@
 """A stream of the records of shards."""
 
+import collections
 import contextlib
 import os
 import reprlib
@@ -15,6 +16,9 @@ from shmloader.streams.formats import Format, as_format, can_seek
 from shmloader.streams.records import ShardRecords
 from shmloader.streams.stages import Run, permutation
 from shmloader.streams.stream import Stream
+
+# So many readers there are at most, if their number is not given.
+_MOST_READERS = 64
 
 
 class Shards(Stream):
@@ -45,7 +49,8 @@ class Shards(Stream):
         seed: Decides the order of shards, and that of records in shuffles.
         shuffle_shards: Whether each epoch has another order of shards; otherwise it is as given.
         readers: Number of readers: more than workers of all ranks together, and at most as many as
-            shards. States and orders depend on it, so it stays the same for a run.
+            shards. None for as many as shards, and at most 64. States and orders depend on it, so
+            it stays the same for a run.
         cache: Keeps remote shards on a disk of this machine; by default a ``ShardCache()`` if a
             path is an address.
         store: A store of torch.distributed by which the ranks tell one another where readers are;
@@ -53,7 +58,7 @@ class Shards(Stream):
 
     Raises:
         ValueError: If there are no shards, or fewer than readers.
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has a wrong type, such as a string in place of the list.
     """
 
     __module__ = "shmloader.streams"
@@ -65,24 +70,28 @@ class Shards(Stream):
         *,
         seed: int,
         shuffle_shards: bool = True,
-        readers: int = 64,
+        readers: int | None = None,
         cache: Any = None,
         store: Any = None,
     ) -> None:
-        if isinstance(paths, str):
-            raise TypeError(f"paths should be a list of paths, but is the string {paths!r}")
-        found = [str(path) for path in paths]
-        readers = whole_number(readers, "readers", minimum=1)
+        if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+            raise TypeError(f"paths should be a list of paths and addresses, but is {paths!r}")
+        found = list(map(_text_of, paths))
         if not found:
             raise ValueError("there are no shards: the list of paths is empty")
+        if readers is None:
+            readers = min(_MOST_READERS, len(found))
+        readers = whole_number(readers, "readers", minimum=1)
         if len(found) < readers:
             raise ValueError(
                 f"there are {len(found)} shards for {readers} readers, and each reader needs one: "
-                f"give readers={len(found)} or fewer, or more shards"
+                f"leave out readers, give readers={len(found)} or fewer, or give more shards"
             )
-        twice = len(found) - len(set(found))
-        if twice:
-            raise ValueError(f"{twice} of the {len(found)} paths are given twice")
+        if len(set(found)) < len(found):
+            ((path, _),) = collections.Counter(found).most_common(1)
+            raise ValueError(f"{path!r} is given twice, and a shard should be given once")
+        if not (cache is None or hasattr(cache, "prefetch")):
+            raise TypeError(f"cache should be a ShardCache, but is {cache!r}")
         if cache is None and any(local_path(path) is None for path in found):
             from shmloader.streams.cache import ShardCache  # noqa: PLC0415 - few shards are remote
 
@@ -98,6 +107,12 @@ class Shards(Stream):
                 store,
             )
         )
+
+
+def _text_of(path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a shard should be a path or an address, but is {path!r}")
+    return str(path)
 
 
 class ShardRoot:
@@ -174,7 +189,7 @@ class ShardRoot:
     def _fetch(self, path: str) -> Iterator[str]:
         """Keep a shard on this machine in a block, which gets its path."""
         if self._cache is None:
-            yield path
+            yield local_path(path) or path
             return
         with self._cache.open(path) as lease:
             yield lease.path

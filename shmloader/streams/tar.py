@@ -36,7 +36,8 @@ class TarFormat:
     bytes of a file. ``a/1.jpg`` and ``a/1.seg.png`` make ``{"__key__": "a/1", "jpg": …, "seg.png":
     …}``. As webdataset does, it leaves out folders, links, files without an extension, and those
     whose path begins with a ``__name__``. Files of one base name that are not neighbours make
-    several samples of one key. Unlike webdataset's, records have no ``"__url__"``.
+    several samples of one key. Unlike webdataset's, records have no ``"__url__"``. An archive that
+    was cut between two files reads as if it ended there.
     """
 
     seeks = True
@@ -52,7 +53,8 @@ class TarFormat:
         """Yield the samples in the order of the archive, from number ``start`` on.
 
         Raises:
-            ShardError: If the archive cannot be read or is damaged; before the first sample.
+            ShardError: If the archive cannot be read or is damaged, before the first sample. If a
+                sample has two files of one extension, when it is reached.
         """
         with reading(path):
             index = _Index(path)
@@ -64,9 +66,15 @@ class TarFormat:
                     start = stop
 
     def count(self, path: str) -> int:
-        """Return the number of samples, from the index."""
+        """Return the number of samples, from the index.
+
+        Raises:
+            ShardError: Also if a sample has two files of one extension.
+        """
         with reading(path):
-            return _Index(path).count
+            index = _Index(path)
+            index.check(*index.twice)
+            return index.count
 
     def at(self, path: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples of these numbers, in the order of ``numbers``."""
@@ -85,6 +93,7 @@ class _Index:
 
     Attributes:
         count: Number of samples.
+        twice: Numbers of the samples with two files of one extension, and the name of one of these.
 
     Args:
         path: The archive.
@@ -98,6 +107,10 @@ class _Index:
         )  # fmt: skip
         self._keys, self._names = _split(arrays["keys"]), _split(arrays["names"])
         self._name_ids = arrays["name_ids"]
+        self.twice = dict[int, str]()
+        if "twice" in arrays and len(arrays["twice"]):
+            names = _split(arrays["twice_names"])
+            self.twice.update(zip(arrays["twice"].tolist(), names, strict=True))
         self._ends = (self._offsets + self._sizes)[self._firsts[1:] - 1]
 
     def place(self, number: int) -> int:
@@ -107,10 +120,18 @@ class _Index:
     def end_of_read(self, start: int) -> int:
         """Return the number after the last sample that is read with sample ``start``."""
         end = self.place(start) + _READ_BYTES
-        return max(start + 1, int(np.searchsorted(self._ends, end, side="right")))
+        stop = max(start + 1, int(np.searchsorted(self._ends, end, side="right")))
+        return min((number for number in self.twice if start < number < stop), default=stop)
+
+    def check(self, *numbers: int) -> None:
+        """Raise a ShardError about the first of these samples that has two files of a name."""
+        for number in numbers:
+            if number in self.twice:
+                raise unreadable(self._path, f"it has two files {self.twice[number]}", number)
 
     def read(self, file: ShardFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
         """Yield the samples from number ``start`` to before ``stop``."""
+        self.check(start)
         firsts = self._firsts[start : stop + 1]
         first, last = int(firsts[0]), int(firsts[-1])
         names, name_ids = self._names, self._name_ids[first:last].tolist()
@@ -152,11 +173,12 @@ def _make(path: str) -> Arrays:
     """Return the arrays of the index of an archive.
 
     Raises:
-        ShardError: If the archive is damaged, or a sample has two files of one extension.
+        ShardError: If the archive is damaged.
     """
     keys, firsts = list[str](), list[int]()
     offsets, sizes, name_ids = list[int](), list[int](), list[int]()
     names = dict[str, int]()  # each extension, and its number
+    twice = dict[int, str]()
     try:
         with open_file(path) as file:
             size = None if is_compressed(path) else os.fstat(file.fileno()).st_size
@@ -172,7 +194,7 @@ def _make(path: str) -> Arrays:
                     firsts.append(len(offsets))
                 number = names.setdefault(extension, len(names))
                 if number in name_ids[firsts[-1] :]:
-                    raise unreadable(path, f"it has two files {name}", len(keys) - 1)
+                    twice.setdefault(len(keys) - 1, name)
                 name_ids.append(number)
                 offsets.append(offset)
                 sizes.append(nbytes)
@@ -185,6 +207,8 @@ def _make(path: str) -> Arrays:
         "name_ids": np.array(name_ids, np.int32),
         "keys": _joined(keys),
         "names": _joined(list(names)),
+        "twice": np.array(list(twice), np.int64),
+        "twice_names": _joined(list(twice.values())),
     }
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch.distributed
@@ -192,18 +193,31 @@ def test_torchs_loader_shares_the_readers_among_workers():
         ({"in_order": False, "num_workers": 1}, "leave out in_order"),
         ({"num_workers": "auto"}, "a number for num_workers"),
         ({"on_error": lambda index, error: 0}, "on_error='skip'"),
+        ({"shuffle": True}, r"give stream\.shuffle\(1000\)"),
+        ({"sampler": [1]}, "leave out sampler"),
+        ({"batch_sampler": [[1]], "batch_size": 1}, "leave out sampler and batch_sampler"),
+        ({"drop_last": True}, r"give drop_last=True to its method batch\(\)"),
+        ({"collate_fn": list}, "give collate="),
+        ({"fetch_concurrency": 2}, "leave out fetch_concurrency"),
+        (
+            {"worker_scope": "host", "num_workers": 1, "rank": 0, "world_size": 1},
+            "worker_scope='rank'",
+        ),
+        ({"devices": ["cpu", "cpu"], "rank": 0, "world_size": 1}, "leave out devices"),
+        ({"last_batch": "keep", "rank": 0, "world_size": 1}, "'pad' or 'discard'"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(arguments, text):
+    make = ShardedDataLoader if "rank" in arguments else DataLoader
     with pytest.raises(ValueError, match=text):
-        DataLoader(make_stream(), **{"batch_size": None, **arguments})
+        make(make_stream(), **{"batch_size": None, **arguments})
 
 
 @pytest.mark.parametrize(
     ("paths", "arguments", "text"),
     [
         ([], {}, "no shards"),
-        (["a"], {}, "1 shards for 64 readers"),
+        (["a"], {"readers": 64}, "1 shards for 64 readers"),
         (["a", "a"], {"readers": 1}, "given twice"),
         (["a"], {"readers": 0}, "readers"),
     ],
@@ -211,6 +225,36 @@ def test_what_a_stream_cannot_do_is_refused(arguments, text):
 def test_bad_shards_are_refused(paths, arguments, text):
     with pytest.raises(ValueError, match=text):
         Shards(paths, open_shard, seed=0, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"paths": "a.tar"}, "paths should be a list"),
+        ({"paths": Path("a.tar")}, "paths should be a list"),
+        ({"paths": None}, "paths should be a list"),
+        ({"paths": [b"a"]}, "a shard should be a path or an address, but is b'a'"),
+        ({"cache": "folder"}, "cache should be a ShardCache"),
+        ({"open": "jsonl"}, "open should be a format"),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        Shards(**{"paths": ["a"], "open": open_shard, "seed": 0, **arguments})
+
+
+def test_few_shards_have_a_reader_each_by_default():
+    assert [Shards(map(str, range(n)), open_shard, seed=0).readers for n in (1, 3, 65)] == [
+        1,
+        3,
+        64,
+    ]
+
+
+def test_the_text_of_a_loader_counts_no_records():
+    stream = Shards(["a"], open_jsonl, seed=0)
+    stream.root.counts = lambda *_: pytest.fail("the records are counted")
+    assert repr(DataLoader(stream, batch_size=None)).startswith("DataLoader(<Shards>, ")
 
 
 def test_ranks_without_a_store_are_told_what_to_do():

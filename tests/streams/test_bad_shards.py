@@ -1,8 +1,12 @@
 """What a loader of a stream does about shards and records that cannot be read."""
 
+import json
+import random
+from pathlib import Path
+
 import pytest
 
-from shmloader import DataLoader, ShardError
+from shmloader import DataLoader, ShardError, TooManyFailures
 from shmloader.streams import Shards, open_jsonl, open_tar
 from tests.streams.support import tar_bytes, write
 
@@ -37,6 +41,72 @@ def test_a_bad_line_is_left_out_and_the_rest_of_its_shard_is_read(tmp_path):
     found, failures = load(paths, open_jsonl, on_error="skip")
     assert found == [1, 2, 4, 6, 7]
     assert [each.index for each in failures] == [f"record {n} of shard {paths[0]}" for n in (2, 4)]
+
+
+def test_a_sample_with_two_files_of_one_name_is_left_out(tmp_path):
+    path = str(tmp_path / "a.tar")
+    write(path, tar_bytes([("a.cls", b"1"), ("b.cls", b"2"), ("b.cls", b"3"), ("c.cls", b"4")]))
+    found, failures = load([path], open_tar, on_error="skip")
+    assert [record["__key__"] for record in found] == ["a", "c"]
+    assert [each.index for each in failures] == [f"record 1 of shard {path}"]
+
+
+class Stuck:
+    """Names record 0 in every error, so that it cannot be gone past."""
+
+    seeks = False
+
+    def count(self, path):
+        raise NotImplementedError
+
+    def at(self, path, numbers):
+        raise NotImplementedError
+
+    def records(self, path, start=0):
+        if path == "1":
+            yield from [(path, 0), (path, 1)][start:]
+            raise ShardError("broken", path, 0)
+        yield path, 0
+
+
+def test_an_error_about_an_earlier_record_ends_its_shard():
+    found, failures = load(["0", "1", "2"], Stuck(), on_error="skip")
+    assert found == [("0", 0), ("1", 0), ("1", 1), ("2", 0)]
+    assert [each.index for each in failures] == ["record 2 of shard 1"]
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+@pytest.mark.parametrize("size", [0, 5, 1_000, -3])
+def test_a_cut_compressed_shard_is_no_end_of_the_shard(tmp_path, ending, size):
+    paths = [str(tmp_path / f"a.jsonl.{ending}"), str(tmp_path / "b.jsonl")]
+    lines = [random.Random(number).randbytes(40).hex() for number in range(500)]
+    write(paths[0], "\n".join(map(json.dumps, lines)).encode())
+    data = Path(paths[0]).read_bytes()
+    Path(paths[0]).write_bytes(data[:size])
+    write(paths[1], b"7\n")
+    found, failures = load(paths, open_jsonl, on_error="skip")
+    assert found == [*lines[: len(found) - 1], 7]
+    assert len(found) <= len(lines)
+    assert [each.index for each in failures] == [f"record {len(found) - 1} of shard {paths[0]}"]
+    assert "it is no JSON" not in str(failures[0].error)
+
+
+def test_messages_name_a_record_by_its_shard(tmp_path, caplog):
+    path = str(tmp_path / ("a long name " * 9 + ".jsonl"))
+    write(path, b"1\nx\ny\n")
+    with pytest.raises(TooManyFailures, match=f"The last was record 2 of shard {path} "):
+        load([path], open_jsonl, on_error="skip", max_failures=1)
+    (line,) = caplog.messages
+    assert line.startswith(f"record 1 of shard {path} failed and is left out (this process")
+
+
+@pytest.mark.parametrize("name", ["a b", "ä", "a%20b", "a#b", "a?b", "a:b"])
+def test_a_shard_may_be_a_file_url_of_any_name(tmp_path, name):
+    path = tmp_path / f"{name}.jsonl"
+    write(str(path), b"1\n2\n")
+    assert load([path.as_uri()], open_jsonl)[0] == [1, 2]
+    if "%" not in name:  # as people write it
+        assert load([f"file://{path}"], open_jsonl)[0] == [1, 2]
 
 
 def test_a_broken_and_a_missing_shard_are_left_out(tmp_path):

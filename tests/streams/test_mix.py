@@ -136,6 +136,8 @@ def test_the_same_records_of_two_sources_have_their_own_keys() -> None:
         ("a:1 many:1", {}, r"have \[2, 3\]: give all of them readers=2"),
         ("a:1", {"by": "bytes"}, "by should be"),
         ("a:1", {"stop": 0}, "stop"),
+        ("a:1", {"stop": "never"}, "stop should be 'first', 'all' or a number"),
+        ([source("a", 3)], {}, "a dict of streams to weights, or a list of such pairs"),
         ("a:1", {"length": len}, "by='tokens' only"),
         ("a:1", {"schedule": {5: {}}}, r"schedule\[5\] should have a weight"),
         ("a:1", {"schedule": {-5: {}}}, "a sample in schedule"),

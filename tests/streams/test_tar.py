@@ -183,6 +183,28 @@ def test_two_files_of_one_name_are_named_with_their_record(tmp_path):
     assert info.value.record == 1
 
 
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_the_samples_around_two_files_of_one_name_are_read(tmp_path, ending):
+    path = str(tmp_path / f"a.{ending}")
+    names = ["x.jpg", "a.jpg", "a.JPG", "a.cls", "a.jpg", "b.jpg", "c.jpg", "c.jpg", "d.jpg"]
+    write(path, tar_bytes([(name, name.encode()) for name in names]))
+    for _ in range(2):  # the second time, with the index that was kept
+        found, number = [], 0
+        while True:
+            try:
+                for record in open_tar.records(path, number):
+                    found.append((number, record["__key__"], record["jpg"]))
+                    number += 1
+                break
+            except ShardError as error:
+                found.append(error.record)
+                number += 1
+        assert found == [(0, "x", b"x.jpg"), 1, (2, "b", b"b.jpg"), 3, (4, "d", b"d.jpg")]
+        assert [record["__key__"] for record in open_tar.at(path, [4, 0])] == ["d", "x"]
+        with pytest.raises(ShardError, match=r"it has two files c\.jpg"):
+            open_tar.at(path, [2, 3])
+
+
 def test_a_sparse_file_is_refused(tmp_path):
     path = str(tmp_path / "a.tar")
     info = member("a.jpg", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})
