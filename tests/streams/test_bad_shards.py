@@ -120,5 +120,5 @@ def test_a_broken_and_a_missing_shard_are_left_out(tmp_path):
         ("x", b"a.tar"), ("y", b"22222"), ("x", b"c.tar"), ("y", b"22222"),
     ]  # fmt: skip
     assert failures.total == 2
-    with pytest.raises(ShardError, match=f"shard {paths[1]} cannot be read: after 1 samples"):
+    with pytest.raises(ShardError, match=f"shard {paths[1]} cannot be read: after 1 sample"):
         load(paths, open_tar)

@@ -127,8 +127,8 @@ THREE = [("a.jpg", b"1" * 600), ("b.jpg", b"2" * 600), ("c.jpg", b"3" * 600)]
 @pytest.mark.parametrize(
     ("size", "problem"),
     [
-        (512 + 1024 + 512 + 599, "after 1 samples, it ends in the middle of the file b.jpg"),
-        (512 + 1024 + 100, "after 1 samples, at byte 1536 is no header of a tar archive"),
+        (512 + 1024 + 512 + 599, "after 1 sample, it ends in the middle of the file b.jpg"),
+        (512 + 1024 + 100, "after 1 sample, at byte 1536 is no header of a tar archive"),
         (100, "after 0 samples, at byte 0 is no header of a tar archive"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_damaged_header_is_no_end_of_the_archive(tmp_path, byte):
     path = str(tmp_path / "a.tar")
     write(path, bytes(data))
     assert len(by_webdataset(path)) == 1
-    with pytest.raises(ShardError, match=r"after 1 samples, at byte 1536 is no header"):
+    with pytest.raises(ShardError, match=r"after 1 sample, at byte 1536 is no header"):
         open_tar.count(path)
 
 
