@@ -34,7 +34,7 @@ from shmloader.engine.scheduler import Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import Caught, Wakeup, attempt, is_interruption, uninterruptible
-from shmloader.streams.order import NotYet, Readings
+from shmloader.streams.order import NotYet, ReaderOrder
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
@@ -263,7 +263,7 @@ class StagedEngine:
         self.window = window
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
-        self._readings: Readings | None = None
+        self._readings: ReaderOrder | None = None
         # Tickets of this epoch that are not answered yet.
         self._tickets_out = 0
         self.is_waiting = False
@@ -274,7 +274,7 @@ class StagedEngine:
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
-        self._readings = tickets if type(tickets) is Readings else None
+        self._readings = tickets if type(tickets) is ReaderOrder else None
         self._tickets_out = self.draw_ns = 0
         thread = self.owner.begin()
         try:

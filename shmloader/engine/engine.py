@@ -50,7 +50,7 @@ from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.streams.order import Readings
+from shmloader.streams.order import ReaderOrder
 from shmloader.threads import BackgroundThread, may_wait
 
 _log = logging.getLogger("shmloader")
@@ -156,7 +156,7 @@ class Engine:
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
         self._draw: Callable[[], object] = iter(()).__next__
-        self._readings: Readings | None = None
+        self._readings: ReaderOrder | None = None
         # When the last call of next_batch began to look for answers.
         self._looked_ns = 0
         self._left_out: list[Ticket] = []
@@ -197,7 +197,7 @@ class Engine:
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch. Raises an Instead with the sampler's own exception."""
         self._draw = tickets.__next__
-        self._readings = tickets if type(tickets) is Readings else None
+        self._readings = tickets if type(tickets) is ReaderOrder else None
         self.draw_ns = 0
         for _ in range(self._scheduler.tickets_asked):
             self._offer()

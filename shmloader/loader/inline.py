@@ -34,7 +34,7 @@ from shmloader.memory.writer import is_plain
 from shmloader.messages import Unsaved
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rng import changed, global_rng_state, kept, set_global_rng_state
-from shmloader.streams.order import Readings
+from shmloader.streams.order import ReaderOrder
 
 
 def do_nothing(*_: object) -> None:
@@ -109,7 +109,7 @@ class InlineEngine:
     def start(self, tickets: Iterator[Any]) -> None:
         """Begin the epoch."""
         self._draw: Callable[[], Any] = tickets.__next__
-        if type(tickets) is Readings:
+        if type(tickets) is ReaderOrder:
             tickets.may_wait = True  # no batch is being made
 
     def next_batch(self) -> Any:

@@ -10,7 +10,7 @@ Used on the user's thread, apart from :meth:`ReaderOrder.hear`.
 import collections
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,7 +44,7 @@ class ReaderOrder(Order):
     """Yields the readings of one rank, epoch by epoch.
 
     Attributes:
-        owed: How many readings could not be drawn when they were asked for.
+        may_wait: Whether to wait for other ranks: only while no batch is being made here.
         timeout_s: How long to wait for other ranks, in seconds; 0 waits without a limit.
         repeats: How many steps this rank has made once it has repeated a batch; -1 if it repeats
             none.
@@ -71,7 +71,7 @@ class ReaderOrder(Order):
         self._own: tuple[int, int] | None = None
         self._stream, self._seed = stream, seed
         self._ranks, self._last_batch = ranks, last_batch
-        self.timeout_s = 0.0
+        self.timeout_s, self.may_wait = 0.0, False
         # Number the loader, and its epochs in this process, as the other ranks number theirs.
         self._loader, self._begun = -1, 0
         self._has_warned = self._has_warned_of_ranks = False
@@ -179,16 +179,17 @@ class ReaderOrder(Order):
         self._lenient_round = number + (saved is not None)
         self._step_round = 0
         self._own = None
-        self.owed = 0
+        # How many readings could not be drawn when they were asked for.
+        self._owed = 0
         self._is_over = False
         self.repeats, self._repeated = -1, 0
         # Digests of the sizes of shards for the epoch's states, once there is one; and those that
         # readers compare.
         self._sizes = self._expected = ""
 
-    def __iter__(self) -> Iterator[Reading]:
-        """Return an iterator of the epoch's readings, which may go on after StopIteration."""
-        return Readings(self)
+    def __iter__(self) -> Self:
+        """Return this: the epoch's readings, of which there may be more after StopIteration."""
+        return self
 
     def draw(
         self,
@@ -236,11 +237,8 @@ class ReaderOrder(Order):
                 )
             self._board.post(found.reader)
 
-    def next(self, *, may_wait: bool) -> Reading:
+    def __next__(self) -> Reading:
         """Return the next reading of this rank.
-
-        Args:
-            may_wait: Whether to wait for other ranks: only while no batch is being made here.
 
         Raises:
             StopIteration: At the end.
@@ -250,7 +248,7 @@ class ReaderOrder(Order):
         self._pass()
         if self._is_over:
             raise StopIteration
-        waiting = pauses(self.timeout_s, self._describe_wait()) if may_wait else iter(())
+        waiting = pauses(self.timeout_s, self._describe_wait()) if self.may_wait else iter(())
         while True:
             with contextlib.suppress(Unknown):
                 return self._next()
@@ -259,8 +257,24 @@ class ReaderOrder(Order):
             with contextlib.suppress(Unknown):
                 return self._next()
             if next(waiting, waiting) is waiting:
-                self.owed += 1
+                self._owed += 1
                 raise NotYet
+
+    def draw_owed(self, draw: Callable[[], object], *, may_wait: bool = False) -> int:
+        """Draw readings again that could not be drawn before, and return how many there were.
+
+        Args:
+            draw: Draws one.
+            may_wait: Whether to wait for other ranks with the first one.
+        """
+        owed, self._owed = self._owed, 0
+        for number in range(owed):
+            self.may_wait = may_wait and not number
+            try:
+                draw()
+            finally:
+                self.may_wait = False
+        return owed
 
     def _describe_wait(self) -> str:
         rank, world_size = self._cut
@@ -406,34 +420,3 @@ class ReaderOrder(Order):
     def load_progress(self, state: dict[str, Any] | None) -> Progress:
         """Return a new progress, or that which :meth:`dump_progress` has saved, on these ranks."""
         return Progress.load(state, 1 if self._ranks is None else self._ranks.find()[1])
-
-
-class Readings(Iterator[Reading]):
-    """The readings of an epoch. Goes on after StopIteration if more can be drawn by then.
-
-    Attributes:
-        may_wait: Whether to wait for other ranks: only while no batch is being made here.
-    """
-
-    def __init__(self, order: ReaderOrder) -> None:
-        self._order = order
-        self.may_wait = False
-
-    def __next__(self) -> Reading:
-        return self._order.next(may_wait=self.may_wait)
-
-    def draw_owed(self, draw: Callable[[], object], *, may_wait: bool = False) -> int:
-        """Draw readings again that could not be drawn before, and return how many there were.
-
-        Args:
-            draw: Draws one.
-            may_wait: Whether to wait for other ranks with the first one.
-        """
-        owed, self._order.owed = self._order.owed, 0
-        for number in range(owed):
-            self.may_wait = may_wait and not number
-            try:
-                draw()
-            finally:
-                self.may_wait = False
-        return owed
