@@ -8,7 +8,6 @@ Used on the user's thread, apart from :meth:`ReaderOrder.hear`.
 """
 
 import collections
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -175,9 +174,10 @@ class ReaderOrder(Order):
         self._passed = self._gaps = self._forgets_at = 0
         # The steps that were drawn, and what is known of the next one.
         self._found_count = 0
-        # The last round whose steps are not discarded, and that in which the present step began.
-        self._lenient_round = number + (saved is not None)
-        self._step_round = 0
+        # Whether the present step is left out if it has too few batches. Not one that begins in the
+        # first round, or in the first two after a resume: how many batches the next round has may
+        # be known only when those of this step were made.
+        self._discards, self._lenient_round = False, number + (saved is not None)
         self._own = None
         # How many readings could not be drawn when they were asked for.
         self._owed = 0
@@ -248,17 +248,19 @@ class ReaderOrder(Order):
         self._pass()
         if self._is_over:
             raise StopIteration
-        waiting = pauses(self.timeout_s, self._describe_wait()) if self.may_wait else iter(())
+        waiting: Iterator[Any] | None = None
         while True:
-            with contextlib.suppress(Unknown):
+            try:
                 return self._next()
-            assert self._board is not None
-            self._board.read()
-            with contextlib.suppress(Unknown):
-                return self._next()
-            if next(waiting, waiting) is waiting:
-                self._owed += 1
-                raise NotYet
+            except Unknown:
+                assert self._board is not None
+                if waiting is None:  # what others have posted may be enough
+                    waits = self.may_wait
+                    waiting = pauses(self.timeout_s, self._describe_wait()) if waits else iter(())
+                elif next(waiting, waiting) is waiting:
+                    self._owed += 1
+                    raise NotYet from None
+                self._board.read()
 
     def draw_owed(self, draw: Callable[[], object], *, may_wait: bool = False) -> int:
         """Draw readings again that could not be drawn before, and return how many there were.
@@ -288,28 +290,20 @@ class ReaderOrder(Order):
         rank, world_size = self._cut
         while True:
             is_start = self._found_count % world_size == 0
-            discards, own = self._discards, self._own
-            if own is not None and (is_start or not discards):
+            own = self._own
+            if own is not None and (is_start or not self._discards):
                 self._own = None
                 return self._reading(*own)
             least = world_size if self._last_batch == "discard" and is_start else 1
-            following = self._rounds.next(world_size if discards else least)
+            following = self._rounds.next(world_size if self._discards else least)
             if following is None:
                 return self._end()
             if is_start:
-                self._step_round = following[0]
+                is_lenient = following[0] <= self._lenient_round
+                self._discards = self._last_batch == "discard" and not is_lenient
             if self._found_count % world_size == rank:
                 self._own = following
             self._found_count += 1
-
-    @property
-    def _discards(self) -> bool:
-        """Whether the present step is left out if it has too few batches.
-
-        Not a step that begins in the first round, or in the first two after a resume: how many
-        batches the next round has may be known only when those of this step were made.
-        """
-        return self._last_batch == "discard" and self._step_round > self._lenient_round
 
     def _end(self) -> Reading:
         """Return the reading that fills up the last step; raise StopIteration if that has one."""

@@ -41,7 +41,10 @@ class Facts:
 
     def before(self, number: int) -> tuple[int, State | None]:
         """Return the last position that is not beyond a batch."""
-        return [each for each in self.positions if each[0] <= number][-1]
+        at = len(self.positions) - 1
+        while self.positions[at][0] > number:
+            at -= 1
+        return self.positions[at]
 
     def forget(self, number: int) -> None:
         """Forget positions that no batch from this number on needs."""
