@@ -25,8 +25,8 @@ RECEIVE_BYTES = 2 * INLINE_BYTES
 #: First bytes of a task and of a batch with a fixed head, and of the pieces of a long message: of
 #: its last one, and of those before.
 TASK, DONE, LAST, MORE = range(1, 5)
-#: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The indices follow,
-#: as ``dump_indices`` packs them.
+#: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The indices follow:
+#: a pickle, or a dump of an IndexArray.
 TASK_HEAD = struct.Struct("=Bqqqqq")
 #: Head of a plain batch: ``DONE``, seq, epoch, slot_id, used_bytes. The worker's times follow.
 DONE_HEAD = struct.Struct("=Bqqqq")

@@ -1,6 +1,7 @@
 """The pool whose workers are processes of this machine, and whose batches come in slots."""
 
 import dataclasses
+import pickle
 import select
 from typing import Any
 
@@ -19,7 +20,7 @@ from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.pools.task_queue import LOOKS, receive
 from shmloader.pools.worker_processes import WorkerProcesses
-from shmloader.sampling.indices import dump_indices
+from shmloader.sampling.indices import IndexArray
 
 _GRACE_S = 1.0
 
@@ -66,8 +67,9 @@ class ProcessPool(WorkerProcesses):
         if memory.is_short:
             memory.prepare(slot_id)
         try:
-            content = (ticket.indices, hung) if hung else ticket.indices
-            data = dump_indices(content)
+            content: Any = (ticket.indices, hung) if hung else ticket.indices
+            is_array = type(content) is IndexArray
+            data = content.dump() if is_array else pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
             spilled = self._spill(ticket, data) if len(data) > _LONG_BYTES else None
         except Exception as error:
             if is_interruption(error):

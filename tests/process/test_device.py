@@ -215,7 +215,7 @@ def test_a_fork_costs_no_slot_and_no_lock(late) -> None:
 def test_where_locking_is_refused_batches_come_all_the_same_with_one_warning(late) -> None:
     late.driver.refuses = "not here"
     loader = make(60)
-    with pytest.warns(RuntimeWarning, match=r"69632 bytes was refused: not here") as warned:
+    with pytest.warns(RuntimeWarning, match=r"69\.6 kB was refused: not here") as warned:
         assert late.contents(loader) == ends(60)
     # Python 3.12 and later also warn of each fork while threads run.
     assert len([one for one in warned if one.category is RuntimeWarning]) == 1

@@ -255,7 +255,7 @@ def test_a_stream_that_ends_sooner_than_before_is_found_out():
     dataset.length = 3
     other = shmloader.DataLoader(dataset, BATCH)
     other.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"3 batches had .* dataset ends after 2"):
+    with pytest.raises(ValueError, match=r"saved after 3 batches .* dataset ends after 2"):
         next(iter(other))
 
 
