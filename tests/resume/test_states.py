@@ -676,3 +676,32 @@ def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
 
     with pytest.raises(ValueError, match=r"was saved after 12 batches.*(yields only|has) 11"):
         go_on()
+
+
+class Breaks(Sampler):
+    """Yields ten numbers, and raises in the middle as long as it is broken."""
+
+    is_broken = True
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        for index in range(10):
+            if index == 5 and self.is_broken:
+                raise LookupError(f"no index {index}")
+            yield index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_in_whose_place_the_sampler_raises_is_still_to_come(workers):
+    loader = shmloader.DataLoader(range(10), 1, sampler=Breaks(), num_workers=workers)
+    with loader:
+        iterator, found = iter(loader), []
+        with pytest.raises(LookupError, match="no index 5"):
+            found.extend(map(read, iterator))
+        state = loader.state_dict()
+    mended = Breaks()
+    mended.is_broken = False
+    other = shmloader.DataLoader(range(10), 1, sampler=mended)
+    assert found + resumed(other, state) == [[index] for index in range(10)]
