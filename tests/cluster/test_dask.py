@@ -174,7 +174,7 @@ def test_a_client_in_whose_event_loop_the_program_runs_is_refused(cluster) -> No
         async with distributed.Client(cluster.scheduler_address, asynchronous=True) as client:
             with pytest.raises(ValueError, match="block its event loop"):
                 DaskExecutor(client)
-            with pytest.raises(ValueError, match=r"for Dask .*DaskExecutor\(client\)"):
+            with pytest.raises(ValueError, match=r"for Dask, .*DaskExecutor\(client\)"):
                 DataLoader(Mixed(), num_workers=2, executor=client.get_executor())
 
     asyncio.run(load())
