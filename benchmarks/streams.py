@@ -210,10 +210,14 @@ def _goals(runs: Sequence[Run]) -> list[list[str]]:
         ("server, exact", values_of(runs, "server", "2 workers", "exact"), 1, False),
     )
     return [
-        [f"{name}: {statistics.median(values):.3g}", *judge(values, wanted, is_most=is_most)]
+        [f"{name}: {_text(statistics.median(values))}", *judge(values, wanted, is_most=is_most)]
         for name, values, wanted, is_most in goals
         if values
     ]
+
+
+def _text(figure: float) -> str:
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def main() -> int:
