@@ -34,7 +34,7 @@ from typing import Any
 
 from _campaign import Campaign, Cells
 from _record import Run, values_of
-from _sections import judge, write_table
+from _sections import judge, three_digits, write_table
 from _spread import with_spread_if_any
 
 from shmloader import DataLoader
@@ -210,14 +210,10 @@ def _goals(runs: Sequence[Run]) -> list[list[str]]:
         ("server, exact", values_of(runs, "server", "2 workers", "exact"), 1, False),
     )
     return [
-        [f"{name}: {_text(statistics.median(values))}", *judge(values, wanted, is_most=is_most)]
-        for name, values, wanted, is_most in goals
-        if values
+        [f"{name}: {three_digits(statistics.median(seen))}", *judge(seen, wanted, is_most=is_most)]
+        for name, seen, wanted, is_most in goals
+        if seen
     ]
-
-
-def _text(figure: float) -> str:
-    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def main() -> int:

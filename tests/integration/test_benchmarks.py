@@ -70,7 +70,7 @@ def test_streams_prints_sizes_times_and_whether_an_epoch_is_exact(tmp_path):
 
     assert done.returncode == 0, done.stdout + done.stderr
     for row in (
-        r"\| state, window, bytes: \d+ \| ≤ 2048 \| reached \|",
+        r"\| state, window, bytes: \d{1,3}(,\d{3})? \| ≤ 2048 \| reached \|",
         r"\| 10,000 shards \| go on, 2 workers \| next_s \| [\d.e-]+ \|",
         r"\| rolling, tar, go on, s: [\d.e-]+ \| ≤ 1 \| .*\|",
         r"\| server, exact: 1 \| ≥ 1 \| reached \|",
