@@ -137,14 +137,18 @@ def _read_layout(data: bytes, known: Iterable[object]) -> Reader:
 
 
 class ObjectPool:
-    """Base of the pools without slots. Methods do and raise what ``Pool`` says."""
+    """Base of the pools without slots. Methods do and raise what ``Pool`` says.
+
+    Attributes:
+        wakeup: Set when there is an answer, and by :meth:`wake`.
+    """
 
     memory = None
 
     def __init__(self) -> None:
         self.counts, self.readings = Counts(), Readings()
         self.is_waiting = False
-        self._wakeup = Wakeup()
+        self.wakeup = Wakeup()
         self._owner_pid = os.getpid()
         # Tasks that were sent and whose answers were not reported, by seq.
         self._tasks: dict[int, Any] = {}
@@ -171,7 +175,7 @@ class ObjectPool:
 
     def wake(self) -> None:
         """Make the present or the next ``wait`` return. Called from any thread."""
-        self._wakeup.set()
+        self.wakeup.set()
 
     def end_workers(self) -> None:
         """End the threads, or cancel tasks. May be called again, and from any thread."""

@@ -40,9 +40,9 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.interruptions import Caught, Wakeup, attempt
-from shmloader.pools import Events, SentTicket
+from shmloader.pools import Events
 from shmloader.pools.answers import Death, Failure, ObjectPool
-from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
+from shmloader.pools.executor_task import make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
 
@@ -72,11 +72,6 @@ class _Sent:
     done_ns: int = 0
     future: Any = None
     refusal: str = ""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is something to report."""
-        return self.future is None or bool(self.future.done())
 
     def describe(self) -> AtWork:
         """Describe what the task is doing."""
@@ -114,7 +109,8 @@ class ExecutorPool(ObjectPool):
         self._check: Callable[[], None] | None = getattr(executor, "check", None)
         self._share: Callable[[Any], Any] | None = getattr(executor, "share", None)
         self._payload, self._numbers = payload, numbers
-        self._common = Common(loader, tuple(payload.handle), PROCESS.tasks.token, base_seed)
+        home = PROCESS.tasks.token
+        self._common = loader, tuple(payload.handle), home, base_seed
         # The reference to the payload in the executor's store, sent with each task; None if the
         # payload is not there.
         self._reference: Any = None
@@ -122,7 +118,7 @@ class ExecutorPool(ObjectPool):
 
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
+    def send(self, ticket: Any, epoch: int) -> Failure | None:
         """Submit a ticket's task."""
         # Pickling the user's keys may raise anything.
         indices = attempt(pickle.dumps, ticket.indices, pickle.HIGHEST_PROTOCOL)
@@ -138,7 +134,7 @@ class ExecutorPool(ObjectPool):
         self._pids.pop(sent.worker_id, None)  # any process may run it
         sent.done_ns = 0
         future = attempt(
-            self._submit_task, make_batch, this_version(), (*self._common,),
+            self._submit_task, make_batch, this_version(), self._common,
             next(self._numbers), self.dataset_epoch, sent.indices, contents,
         )  # fmt: skip
         if isinstance(future, Caught):
@@ -148,7 +144,7 @@ class ExecutorPool(ObjectPool):
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
         # in it. So a future that is done calls nothing on this thread.
         if not future.done():
-            future.add_done_callback(functools.partial(_set_done, sent, self._wakeup))
+            future.add_done_callback(functools.partial(_set_done, sent, self.wakeup))
 
     def _refuse(self, sent: _Sent, reason: str, error: BaseException) -> None:
         sent.future, sent.refusal = None, f"{reason} ({_text_of(error)})"
@@ -165,26 +161,25 @@ class ExecutorPool(ObjectPool):
 
     def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
-        has_any = False
-        for sent in self._tasks.copy().values():
-            if sent.is_done and self._report(sent, events):
-                has_any = True
-        return has_any
+        return sum(self._report(sent, events) for sent in self._done) > 0
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
         """Wait until a task is done or the time is up, and report what has come."""
         self.is_waiting = True
-        if not self._has_done():
+        if not self._done:
             if self._check is not None:
                 timeout_s = CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)
-            self._wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
-            if self._check is not None and not self._has_done():
+            self.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+            if self._check is not None and not self._done:
                 self._check()
         self.is_waiting = False
         return self.poll(-1, events)
 
-    def _has_done(self) -> bool:
-        return any(sent.is_done for sent in self._tasks.copy().values())
+    @property
+    def _done(self) -> list[_Sent]:
+        """The tasks with something to report."""
+        tasks = self._tasks.copy().values()
+        return [one for one in tasks if one.future is None or one.future.done()]
 
     # Answers -----------------------------------------------------------------------------
 
@@ -202,7 +197,8 @@ class ExecutorPool(ObjectPool):
         else:
             pid, reason, *packed = future.result()
             if not reason and not packed:
-                return self._send_with_payload(sent)
+                self._send_with_payload(sent)
+                return False
         if self._tasks.pop(sent.seq, None) is None:  # another thread has closed the pool
             return False
         if reason:
@@ -214,7 +210,7 @@ class ExecutorPool(ObjectPool):
             events.answered(sent.seq, sent.epoch, sent.worker_id, answer)
         return True
 
-    def _send_with_payload(self, sent: _Sent) -> bool:
+    def _send_with_payload(self, sent: _Sent) -> None:
         """Send a task again, with the payload: by reference where that is possible."""
         contents = self._reference
         if contents is None:
@@ -224,10 +220,9 @@ class ExecutorPool(ObjectPool):
                 if isinstance(contents, Caught):  # for instance, the store is full
                     reason = "the executor's store refused the dataset"
                     self._refuse(sent, reason, contents.error)
-                    return False
+                    return
                 self._reference = contents
         self._submit(sent, contents)
-        return False
 
     # Workers -----------------------------------------------------------------------------
 
@@ -237,8 +232,9 @@ class ExecutorPool(ObjectPool):
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return which task a worker has."""
+        done = self._done
         for sent in self._tasks.copy().values():
-            if sent.worker_id == worker_id and not sent.is_done:
+            if sent.worker_id == worker_id and sent not in done:
                 return sent.describe()
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 

@@ -12,13 +12,12 @@ without pickling them.
 
 import contextlib
 import ctypes
-import functools
 import os
 import pickle
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from shmloader.insight.measurements import pack_work, work_of
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter, install
-from shmloader.pools.answers import Answer, Batch, Empty, Failure, make_answer
+from shmloader.pools.answers import Answer, Batch, Failure, make_answer
 from shmloader.pools.worker_dataset import WorkerDataset, introduce
 from shmloader.process_state import PROCESS
 from shmloader.sampling.rng import GlobalState
@@ -55,19 +54,6 @@ _WIDEST_ITEM = 16
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The most that glibc raises its threshold to by itself, on 64-bit systems.
 _MMAP_BYTES = 32 << 20
-
-
-class Common(NamedTuple):
-    """What all tasks of an iterator have in common. It travels as a plain tuple.
-
-    ``loader`` identifies the loader, ``payload`` has the fields of a ``PayloadHandle``, and
-    ``home`` is the token of the process that has the loader.
-    """
-
-    loader: bytes
-    payload: "tuple[Any, ...]"
-    home: bytes
-    base_seed: int
 
 
 def this_version() -> str:
@@ -87,7 +73,8 @@ def make_batch(
 
     Args:
         version: Version of shmloader in the main process.
-        common: The fields of a :class:`Common`.
+        common: What identifies the loader, the fields of a ``PayloadHandle``, the token of the
+            process that has the loader, and the base seed of the random generators.
         number: The worker number that the process gets, if it has none for this payload.
         dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
         indices: The pickled indices.
@@ -102,14 +89,15 @@ def make_batch(
     if version != this_version():
         text = f"shmloader {this_version()} is installed on {socket.gethostname()}, and the loader "
         return pid, text + f"has {version}: install the same version there"
-    shared = Common(*common)
-    if shared.home == PROCESS.tasks.token:
+    loader, payload, home, base_seed = common
+    if home == PROCESS.tasks.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
         return pid, text + "whose threads make batches without copies"
     where = f"in a process of the executor (pid {pid} on {socket.gethostname()})"
     with PROCESS.tasks.lock:
         try:
-            maker = _find_maker(shared, number, where, contents)
+            handle = PayloadHandle(*payload)
+            maker = _find_maker(loader, handle, base_seed, number, where, contents)
         except MissingPayloadError:
             return pid, ""
         except Exception:  # noqa: BLE001 - it is the answer
@@ -118,33 +106,31 @@ def make_batch(
 
 
 def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
-    """Return an answer whose batch is packed as values that any executor can send."""
-    error = answer.error if isinstance(answer, Failure) else None
-    content, times, nbytes = None, None, 0
+    """Return an answer, and its packed batch beside it, as values that any executor can send."""
+    content = None
     if isinstance(answer, Batch):
-        content, times, nbytes = answer.content, answer.times, answer.nbytes
-    return pickle.dumps((error, answer.report, times, nbytes)), content
+        content, answer.content = answer.content, None
+    return pickle.dumps(answer), content
 
 
-def read_answer(packed: bytes, content: "tuple[Any, ...] | None", done_ns: int) -> Answer:
+def read_answer(packed: bytes, content: Any, done_ns: int) -> Answer:
     """Return the answer of a task in the loader's process, which came at ``done_ns``.
 
-    ``packed`` is the error, the report on the samples, the times and the size. ``content`` is
-    what :func:`pack_batch` returned; None if there is no batch.
+    ``packed`` is the answer, and ``content`` what :func:`pack_batch` returned of its batch.
     """
-    error, report, times, nbytes = pickle.loads(packed)
-    if error is not None:
-        return Failure(error, report=report)
-    if content is None:
-        return Empty(report)
-    batch = attempt(unpack_batch, *content)
-    if isinstance(batch, Caught):  # unpickling the user's objects may raise anything
-        error = RemoteError.of(batch.error, "while reading a batch in the main process")
-        return Failure(error, report=report)
-    # The other process's clock may be another one, so only durations count. The rest of the time
-    # since the task was sent is put before the work.
-    _, *work_ns, sample_count = work_of(times)
-    return Batch(batch, report, pack_work(done_ns - sum(work_ns), *work_ns, sample_count), nbytes)
+    answer: Answer = pickle.loads(packed)
+    if isinstance(answer, Batch):
+        batch = attempt(unpack_batch, *content)
+        if isinstance(batch, Caught):  # unpickling the user's objects may raise anything
+            error = RemoteError.of(batch.error, "while reading a batch in the main process")
+            return Failure(error, answer.report)
+        # The other process's clock may be another one, so only durations count. The rest of the
+        # time since the task was sent is put before the work.
+        assert answer.times is not None
+        _, *work_ns, sample_count = work_of(answer.times)
+        answer.times = pack_work(done_ns - sum(work_ns), *work_ns, sample_count)
+        answer.content = batch
+    return answer
 
 
 def _keep_freed_memory() -> None:
@@ -161,18 +147,18 @@ def _keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
 
 
-def _find_maker(common: Common, number: int, where: str, contents: Any) -> "_Maker":
+def _find_maker(loader: bytes, payload: PayloadHandle, *about: Any) -> "_Maker":
     """Return what makes the batches of a loader in this process. Raises as :class:`_Maker`."""
-    kept, payload = PROCESS.tasks.makers, PayloadHandle(*common.payload)
-    maker: _Maker | None = kept.get(common.loader)
+    kept = PROCESS.tasks.makers
+    maker: _Maker | None = kept.get(loader)
     if maker is None or maker.digest != payload.digest:
-        kept.pop(common.loader, None)
+        kept.pop(loader, None)
         _keep_freed_memory()
         # One that fails is not kept: the next task tries again.
-        maker = kept[common.loader] = _Maker(payload, common.base_seed, number, where, contents)
+        maker = kept[loader] = _Maker(payload, *about)
         while len(kept) > KEPT:
             kept.popitem(last=False)[1].close()
-    kept.move_to_end(common.loader)
+    kept.move_to_end(loader)
     return maker
 
 
@@ -201,8 +187,7 @@ class _Maker:
     def __init__(
         self, payload: PayloadHandle, base_seed: int, number: int, where: str, contents: Any
     ) -> None:
-        self.digest = payload.digest
-        self._where, self._by_value = where, payload.by_value
+        self.digest, self._where = payload.digest, where
         self._info: torch_worker.WorkerInfo | None = None
         self._rng: GlobalState | None = None
         with self._as_worker():
@@ -232,22 +217,20 @@ class _Maker:
             self._rng = GlobalState()
             own.restore()
 
-    def make(
-        self, indices: bytes, dataset_epoch: int | None
-    ) -> "tuple[bytes, tuple[Any, ...] | None]":
+    def make(self, indices: bytes, epoch: int | None) -> "tuple[bytes, tuple[Any, ...] | None]":
         """Make a task's batch. Returns the first arguments of :func:`read_answer`."""
         dataset = self._dataset
         if dataset.error is not None:
             return _pack(Failure(dataset.error))
+
+        def make() -> tuple[Any, ...]:
+            with explained_missing():
+                batch = dataset.load(pickle.loads(indices), epoch)
+            return pack_batch(batch, by_value=dataset.by_value)
+
         dataset.timer.begin()
         with self._as_worker():
-            make = functools.partial(self._make, indices, dataset_epoch)
             return _pack(make_answer(dataset, make, self._where))
-
-    def _make(self, indices: bytes, dataset_epoch: int | None) -> tuple[Any, ...]:
-        with explained_missing():
-            batch = self._dataset.load(pickle.loads(indices), dataset_epoch)
-        return pack_batch(batch, by_value=self._by_value)
 
 
 def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
-from shmloader.pools import Events, SentTicket
+from shmloader.pools import Events
 from shmloader.pools.answers import Answer, Failure, ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads import BackgroundThread, is_exiting, may_wait
@@ -116,44 +116,23 @@ class _Dropped(BaseException):
     """Ends the loading of a batch that is no longer needed."""
 
 
-class _Queues:
-    """The queues between the worker threads and the engine's thread.
-
-    Attributes:
-        tasks: Tasks that no thread has taken yet. A thread that takes None ends.
-        answers: Answers to tasks, each with its task and the number of its thread.
-        wakeup: Set after each answer.
-        is_closed: Whether the threads must not begin any more tasks.
-    """
-
-    def __init__(self, wakeup: Wakeup) -> None:
-        # SimpleQueue is reentrant: a finalizer may call put() while this thread is inside put() or
-        # get().
-        self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self.answers: collections.deque[tuple[_Task, int, Answer]] = collections.deque()
-        self.wakeup = wakeup
-        self.is_closed = False
-
-
 class _Worker(BackgroundThread):
-    """One worker thread."""
+    """One worker thread. It shares the pool's ``queue``, ``answers`` and ``is_closed``."""
 
     parks_for_forks = False
+    _concurrent_fetcher: ConcurrentFetcher | None = None
+    _is_left = False
 
     def __init__(
-        self, worker_id: int, queues: _Queues, init_fn: Callable[[int], Any] | None
+        self, worker_id: int, pool: "ThreadPool", init_fn: Callable[[int], Any] | None
     ) -> None:
         super().__init__(f"shmloader_{worker_id}")
-        self._worker_id = worker_id
-        self._init_fn = init_fn
+        self._worker_id, self._pool, self._init_fn = worker_id, pool, init_fn
         self._where = f"in DataLoader worker thread {worker_id}"
-        self._queues = queues
-        self._concurrent_fetcher: ConcurrentFetcher | None = None
         self._no_task = _Task(-1, 0, None, None)
         # What the thread is doing, with which task, and since when. Other threads read it.
         self._at_work = Phase.STARTING, self._no_task, time.monotonic()
         self.started = Wakeup()
-        self._is_left = False
 
     def wake(self) -> None:
         """Make the thread drop its batch after the present sample. Called from any thread."""
@@ -176,20 +155,15 @@ class _Worker(BackgroundThread):
     def was_at(self, *, with_stack: bool = False) -> AtWork:
         """Return what the thread is doing. Called from any thread."""
         phase, task, since = self._at_work
+        elapsed_s, (sample, deadline_ns) = time.monotonic() - since, task.sample
+        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
         frame = sys._current_frames().get(self._thread.ident or 0) if with_stack else None
-        stack = () if frame is None else traceback.walk_stack(frame)
-        sample, deadline_ns = task.sample
+        stack = "\n".join(  # as faulthandler writes it
+            f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}'
+            for one, line in (traceback.walk_stack(frame) if frame is not None else ())
+        )
         return AtWork(
-            phase,
-            task.epoch,
-            task.seq,
-            time.monotonic() - since,
-            "\n".join(  # as faulthandler writes it
-                f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}'
-                for one, line in stack
-            ),
-            sample=sample,
-            sample_left_s=(deadline_ns - time.monotonic_ns()) / 1e9,
+            phase, task.epoch, task.seq, elapsed_s, stack, sample=sample, sample_left_s=left_s
         )
 
     # On the thread -----------------------------------------------------------------------
@@ -206,7 +180,15 @@ class _Worker(BackgroundThread):
 
     def work(self) -> None:
         """Serve tasks from the queue until None comes, or the thread is left behind."""
-        failure = self._call_init()
+        # What every task is answered if worker_init_fn fails.
+        failure, (init_fn, self._init_fn) = None, (self._init_fn, None)
+        if init_fn is not None:
+            self._set(Phase.GETTING_READY)
+            try:
+                init_fn(self._worker_id)
+            except BaseException:  # noqa: BLE001 - the answer to each task
+                failure = Failure(RemoteError.caught(self._where))
+        del init_fn
         while self._serve_one(failure):
             pass
 
@@ -218,23 +200,17 @@ class _Worker(BackgroundThread):
     def _set(self, phase: Phase, task: _Task | None = None) -> None:
         self._at_work = phase, task or self._no_task, time.monotonic()
 
-    def _call_init(self) -> Failure | None:
-        """Call ``worker_init_fn``. Returns the answer to every task if it failed."""
-        init_fn, self._init_fn = self._init_fn, None
-        if init_fn is not None:
-            self._set(Phase.GETTING_READY)
-            try:
-                init_fn(self._worker_id)
-            except BaseException:  # noqa: BLE001 - the answer to each task
-                return Failure(RemoteError.caught(self._where))
-        return None
-
     def _serve_one(self, failure: Failure | None) -> bool:
         """Take a task and answer it. Returns False if the thread is to end."""
         self._set(Phase.IDLE)
-        task = self._take()
+        pool = self._pool
+        try:
+            task = pool.queue.get_nowait()
+        except queue.Empty:
+            with self.resting():
+                task = pool.queue.get()
         if self._is_left:
-            self._queues.tasks.put(task)  # for the other threads
+            pool.queue.put(task)  # for the other threads
             return False
         if task is None:
             return False
@@ -242,19 +218,12 @@ class _Worker(BackgroundThread):
         self.pause()
         # Read after _set: close() sets is_closed, and then drops the task that is set.
         config, task.config = task.config, None
-        if config is not None and not self._queues.is_closed and not task.is_dropped:
+        if config is not None and not pool.is_closed and not task.is_dropped:
             answer = failure or self._load(task, config)
             if not task.is_dropped:
-                self._queues.answers.append((task, self._worker_id, answer))
-                self._queues.wakeup.set()
+                pool.answers.append((task, self._worker_id, answer))
+                pool.wakeup.set()
         return not self._is_left
-
-    def _take(self) -> _Task | None:
-        try:
-            return self._queues.tasks.get_nowait()
-        except queue.Empty:
-            with self.resting():
-                return self._queues.tasks.get()
 
     def _load(self, task: _Task, config: ThreadConfig) -> Answer:
         """Make a task's batch, and return the answer."""
@@ -296,22 +265,26 @@ def _start(workers: list[_Worker]) -> None:
 class ThreadPool(ObjectPool):
     """A fixed number of threads that load; see :class:`~shmloader.pools.Pool`.
 
-    ``config`` is a weak reference. The iterator owns the object: a stage's thread refers to the
-    pool, and must not keep objects alive that may refer to the iterator.
+    ``config`` is a weak reference. The iterator owns the object: threads refer to the pool, and
+    must not keep objects alive that may refer to the iterator.
+
+    Attributes:
+        queue: Tasks that no thread has taken yet. A thread that takes None ends.
+        answers: Answers to tasks, each with its task and the number of its thread.
+        is_closed: Whether the threads must not begin any more tasks.
     """
 
     has_queue = True
+    is_closed = False
 
-    def __init__(
-        self,
-        worker_count: int,
-        config: "weakref.ref[ThreadConfig]",
-    ) -> None:
+    def __init__(self, worker_count: int, config: "weakref.ref[ThreadConfig]") -> None:
         """Start the threads."""
         super().__init__()
-        self._config = config
-        self._queues = _Queues(self._wakeup)
-        self._join_s = _JOIN_S
+        self._config, self._join_s = config, _JOIN_S
+        # SimpleQueue is reentrant: a finalizer may call put() while this thread is inside put() or
+        # get().
+        self.queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.answers: collections.deque[tuple[_Task, int, Answer]] = collections.deque()
         self._workers = workers = [self._make_worker(number) for number in range(worker_count)]
         try:
             _start(workers)
@@ -322,15 +295,15 @@ class ThreadPool(ObjectPool):
 
     def _make_worker(self, worker_id: int) -> _Worker:
         config = self._config()
-        return _Worker(worker_id, self._queues, None if config is None else config.init_fn)
+        return _Worker(worker_id, self, None if config is None else config.init_fn)
 
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: SentTicket, epoch: int) -> None:
+    def send(self, ticket: Any, epoch: int) -> None:
         """Add a ticket's task to the queue."""
         task = _Task(ticket.seq, epoch, ticket.indices, self._config(), ticket.hung)
         self._tasks[ticket.seq] = task
-        self._queues.tasks.put(task)
+        self.queue.put(task)
 
     def recall(self) -> list[int]:
         """Drop all tasks in flight without waiting for them, and return their tickets' numbers."""
@@ -338,14 +311,14 @@ class ThreadPool(ObjectPool):
         for task in dropped.values():
             task.is_dropped = True
         self._tasks.clear()
-        self._queues.answers.clear()
+        self.answers.clear()
         return [*dropped]
 
     # Events ------------------------------------------------------------------------------
 
     def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all threads
         """Report the answers that have come."""
-        answers, has_any = self._queues.answers, False
+        answers, has_any = self.answers, False
         while answers:
             task, taker, answer = answers.popleft()
             if not task.is_dropped:
@@ -368,8 +341,8 @@ class ThreadPool(ObjectPool):
             )
         self.is_waiting = True
         # A wait that a signal handler has ended may have cleared the event.
-        if not self._queues.answers:
-            self._wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+        if not self.answers:
+            self.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
         return self.poll(-1, events)
 
@@ -394,8 +367,8 @@ class ThreadPool(ObjectPool):
         """Start a thread in place of one that was left behind."""
         worker = self._workers[worker_id] = self._make_worker(worker_id)
         _start([worker])
-        if self._queues.is_closed:  # by another thread, meanwhile
-            self._queues.tasks.put(None)
+        if self.is_closed:  # by another thread, meanwhile
+            self.queue.put(None)
             raise ClosedLoaderError("the workers have been ended")
 
     def close(self) -> None:
@@ -406,11 +379,11 @@ class ThreadPool(ObjectPool):
             self.recall()
 
     def _end(self) -> None:
-        self._queues.is_closed = True
+        self.is_closed = True
         self.readings.close()
         for worker in self._workers:
             worker.wake()
-            self._queues.tasks.put(None)  # the Nones of a second call stay in the queue
+            self.queue.put(None)  # the Nones of a second call stay in the queue
         self.wake()
         if not may_wait():
             return

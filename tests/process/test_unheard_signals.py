@@ -48,7 +48,7 @@ def processes(batches) -> Unheard:
 
 
 def threads(batches) -> Unheard:
-    return silence(batches._engine._pool._queues.wakeup)
+    return silence(batches._engine._pool.wakeup)
 
 
 def results(batches) -> Unheard:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.payload import PortablePayload
+from shmloader.batch.payload import PayloadHandle, PortablePayload
 from shmloader.pools import executor_task
 from shmloader.pools.executor import ExecutorPool
 from shmloader.process_state import PROCESS
@@ -107,9 +107,8 @@ def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -
     monkeypatch.setattr(PROCESS.tasks, "makers", collections.OrderedDict())
 
     def make(loader: int) -> None:
-        payload = (b"-", b"", (0, 0, 0), False)
-        common = executor_task.Common(loader, payload, b"", loader)
-        executor_task._find_maker(common, 0, "", None)
+        payload = PayloadHandle(b"-", b"", (0, 0, 0), False)
+        executor_task._find_maker(loader, payload, loader, 0, "", None)
 
     most = executor_task.KEPT
     for loader in [*range(most), 0, 1, most, most + 1, 0, 1]:
