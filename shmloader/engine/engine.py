@@ -17,11 +17,11 @@ import abc
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, not_an_end
-from shmloader.engine.failures import FailureWatch, ReadWatch
+from shmloader.engine.failures import FailureWatch
 from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.workers import (
@@ -31,7 +31,6 @@ from shmloader.engine.workers import (
     describe_ticket,
     end_hanging,
     late_batch,
-    late_start,
 )
 from shmloader.errors import (
     ITERATOR_CLOSED,
@@ -46,7 +45,7 @@ from shmloader.insight.measurements import pack_batch
 from shmloader.interruptions import Caught, attempt, describe_interruption, is_interruption
 from shmloader.memory.arena import Slot
 from shmloader.memory.flat import checksum
-from shmloader.pools import Pool, SlotPool
+from shmloader.pools import Pool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
@@ -142,11 +141,9 @@ class Engine:
         timeout_s: float,
         sample_timeout_s: float | None = None,
         base_seed: int | None = None,
-        watch: FailureWatch | ReadWatch | None = None,
+        watch: FailureWatch | None = None,
     ) -> None:
         self._pool, self._scheduler = pool, scheduler
-        # ``pool`` again, typed for calls that only a pool with slots has.
-        self._slot_pool = cast("SlotPool", pool)
         self._memory: SlotMemory | None = pool.memory
         self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
         self._base_seed = base_seed
@@ -226,12 +223,11 @@ class Engine:
                 self._adjust_workers()
             dead = scheduler.workers.first(DEAD)
             if dead is not None:
-                assert isinstance(dead.death, Death)
                 self._fail(self._died(dead.worker_id, dead.death, None))
             if scheduler.is_epoch_left:
                 break
             if not self._receive_any(self._deadline()):
-                self._fail(late_start(self._timeout_s, pool, scheduler))
+                self._fail(late_batch(self._timeout_s, pool, scheduler, is_start=True))
             self.check_open()
         scheduler.start_epoch()
         self._left_out.clear()
@@ -298,14 +294,19 @@ class Engine:
                     continue
             if has_received:
                 continue
-            if scheduler.is_exhausted and not self._awaits_tickets():
+            # The user's thread may still send a ticket that a worker accepts.
+            is_fed = own is not None and not own.is_ended and scheduler.accepts_tickets
+            if scheduler.is_exhausted and not is_fed:
                 if own is not None and own.has_ticket:
                     continue
                 if self._readings is not None and self._readings.draw_owed(
                     self._offer, may_wait=True
                 ):
                     continue
-                self._raise_end()
+                error = None if self._watch is None else self._watch.end_epoch()
+                if error is not None:
+                    self._fail(error)
+                raise Instead(StopIteration())
             if own is None:  # otherwise the user's thread keeps the deadline
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
@@ -319,18 +320,11 @@ class Engine:
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
 
-    def _raise_end(self) -> NoReturn:
-        """Raise StopIteration, or TooManyFailures if too many samples of the epoch failed."""
-        error = None if self._watch is None else self._watch.end_epoch()
-        if error is not None:
-            self._fail(error)
-        raise Instead(StopIteration())
-
-    def _is_left_out(self, watch: FailureWatch | ReadWatch, ticket: Ticket) -> bool:
+    def _is_left_out(self, watch: FailureWatch, ticket: Ticket) -> bool:
         """Count the samples of the next ticket; return whether its batch is empty and left out."""
         answer, error = ticket.answer, None
         if isinstance(answer, Answer) and answer.report is not None:
-            pid = self._pool.pid(ticket.worker_id)
+            pid = self._pool.pid(ticket.worker_id) if answer.report.failed_count else None
             error = watch.add(answer.report, f"batch {ticket.seq}", ticket.worker_id, pid)
         if error is None and type(answer) is Empty:
             error = watch.left_out(describe_ticket(ticket))
@@ -366,18 +360,15 @@ class Engine:
                 scheduler.slots.lent_count,
             )
             ticket.times = handed + answer.times
-        if self._memory is None:
-            self._offer()
-            if self._readings is not None:
-                self._readings.draw_owed(self._offer)
-            return answer.content
-        try:
-            batch = self._build(self._memory, ticket, answer)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            self._offer()
-            raise Instead(not_an_end(error, "unpickling a batch")) from None
+        batch = answer.content
+        if self._memory is not None:
+            try:
+                batch = self._build(self._memory, ticket, answer)
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                self._offer()
+                raise Instead(not_an_end(error, "unpickling a batch")) from None
         self._offer()
         if self._readings is not None:
             self._readings.draw_owed(self._offer)
@@ -465,11 +456,6 @@ class Engine:
         else:
             self._own.ask(is_addition=is_addition)
 
-    def _awaits_tickets(self) -> bool:
-        """Return whether the user's thread may still send a ticket that a worker accepts."""
-        own = self._own
-        return own is not None and not own.is_ended and self._scheduler.accepts_tickets
-
     def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that are to be sent."""
         scheduler = self._scheduler
@@ -495,7 +481,7 @@ class Engine:
         """Wait for the pool's reports, and handle them. Returns False once the deadline is over."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
         if self._sample_timeout_s is not None:
-            look_s = end_hanging(self._slot_pool, self._scheduler, self._sample_timeout_s)
+            look_s = end_hanging(self._pool, self._scheduler, self._sample_timeout_s)
             timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         happened = self._pool.wait(timeout_s, self)
         return happened or deadline is None or time.monotonic() < deadline
@@ -515,7 +501,7 @@ class Engine:
             wanted, self._wanted_workers = self._wanted_workers, None
             scheduler.workers_wanted(wanted)
         while (leaving := workers.next_leaving()) is not None:
-            self._slot_pool.leave(leaving.worker_id)
+            self._pool.leave(leaving.worker_id)
         if workers.next_missing() is not None:
             if self._own is None:
                 self._start_workers()
@@ -528,7 +514,7 @@ class Engine:
 
     def _start_workers(self) -> None:
         """Start the missing workers, on the user's thread."""
-        pool, scheduler = self._slot_pool, self._scheduler
+        pool, scheduler = self._pool, self._scheduler
         while (worker := scheduler.workers.next_missing()) is not None:
             is_lost, worker_id = worker.state is LOST, worker.worker_id
             refused = attempt(pool.replace if is_lost else pool.start, worker_id)
@@ -542,14 +528,8 @@ class Engine:
                 continue
             if is_lost:
                 self.counts.restarts += 1
-                text = describe_restart(
-                    worker_id,
-                    worker.death if isinstance(worker.death, Death) else None,
-                    worker.unfinished,
-                    None if scheduler.beginnings is None else worker.checkpoint,
-                    hang=worker.hang,
-                )
-                _log.warning("%s", text)
+                is_resumed = scheduler.beginnings is not None
+                _log.warning("%s", describe_restart(worker, is_resumed=is_resumed))
             pool.resume(worker_id, worker.checkpoint)
             scheduler.worker_started(worker_id)
 
@@ -585,7 +565,7 @@ class Engine:
 
     def left(self, worker_id: int) -> None:
         """End a worker that receives no more tasks, as it was asked to."""
-        self._slot_pool.retire(worker_id)
+        self._pool.retire(worker_id)
         self._scheduler.worker_left(worker_id)
 
     def lost(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
-from shmloader.batch.failures import LISTED, RecordName, SampleReport, name_of
+from shmloader.batch.failures import LISTED, RecordName, name_of
 from shmloader.errors import TooManyFailures
 from shmloader.grammar import counted, describe_worker
 
@@ -75,29 +75,35 @@ class FailureLimit:
     """Counts the samples of an epoch, and says when too many have failed. Pure.
 
     Attributes:
+        max_failures: The number of samples that may fail, or their share of the samples tried; None
+            allows any number.
         sample_count: Samples tried in this epoch.
         failed_count: How many of them failed.
 
     Args:
-        max_failures: The number of samples that may fail, or their share of the samples tried; None
-            allows any number.
+        max_failures: See above.
         may_all_fail: Whether all samples may fail, since they are replaced.
     """
 
-    def __init__(self, max_failures: int | Fraction | None, *, may_all_fail: bool) -> None:
-        self._max_failures = max_failures
-        self._may_all_fail = may_all_fail
-        self.sample_count = self.failed_count = 0
+    sample_count = failed_count = 0
+    _is_passed = False
 
-    def add(self, sample_count: int, failed_count: int) -> bool:
+    def __init__(self, max_failures: int | Fraction | None, *, may_all_fail: bool) -> None:
+        self.max_failures, self._may_all_fail = max_failures, may_all_fail
+
+    def add_samples(self, sample_count: int, failed_count: int) -> bool:
         """Count one batch's samples. Returns whether too many have failed so far."""
         self.sample_count += sample_count
         self.failed_count += failed_count
-        is_share = isinstance(self._max_failures, Fraction)
+        most, is_share = self.max_failures, isinstance(self.max_failures, Fraction)
+        if most is not None:
+            most = most * self.sample_count if is_share else most
+            self._is_passed = self.failed_count > most
         return self._is_passed and not (is_share and self.sample_count < JUDGED_FROM)
 
-    def end_epoch(self) -> bool:
-        """Return whether too many samples of the whole epoch failed, or all of them."""
+    @property
+    def is_too_much(self) -> bool:
+        """Whether too many samples of the whole epoch failed, or all of them."""
         return self._is_passed or self.all_failed
 
     @property
@@ -105,24 +111,23 @@ class FailureLimit:
         """Whether there were samples, and all of them failed and were not replaced."""
         return not self._may_all_fail and 0 < self.sample_count == self.failed_count
 
-    @property
-    def _is_passed(self) -> bool:
-        allowed = self._max_failures
-        if isinstance(allowed, Fraction):
-            return self.failed_count > allowed * self.sample_count
-        return allowed is not None and self.failed_count > allowed
 
-
-class FailureWatch:
+class FailureWatch(FailureLimit):
     """Counts and lists the failures of one iterator, and logs the first one of each epoch.
 
     Args:
         listed: The loader's list of failures.
         max_failures: The number of samples that may fail, or their share; None allows any number.
         keep_size: Whether a batch must not be left out (see ``FetchConfig``).
-        replaces: Whether the user's ``on_error`` function replaces bad samples.
+        replaces: Whether the user's ``on_error`` function replaces bad samples, or raises them.
         copies: Whether copies of good samples take the places of bad ones.
+        hear: Called with each :class:`~shmloader.streams.reader.Found` of a stream's readers; None
+            without a stream.
     """
+
+    _last: FailedSample | None = None
+    # Whether a batch may be left out because its reader has none, and not since all samples failed.
+    _is_reader_over = False
 
     def __init__(
         self,
@@ -132,24 +137,24 @@ class FailureWatch:
         keep_size: bool,
         replaces: bool,
         copies: bool = False,
+        hear: Callable[[Any], None] | None = None,
     ) -> None:
-        self._keep_size, self._replaces, self._copies = keep_size, replaces, copies
-        self._listed = listed
-        self._max_failures = max_failures
-        self.start_epoch()
+        super().__init__(max_failures, may_all_fail=replaces)
+        self._listed, self._hear = listed, hear
+        self._keep_size, self._is_replaced = keep_size, replaces or copies
 
     def start_epoch(self) -> None:
         """Count from 0 again. The list is kept."""
-        self._limit = FailureLimit(self._max_failures, may_all_fail=self._replaces)
-        self._last: FailedSample | None = None
+        self.sample_count = self.failed_count = 0
+        self._is_passed, self._last = False, None
 
     def add(
-        self, report: SampleReport, batch: str, worker: int | None = None, pid: int | None = None
+        self, report: Any, batch: str, worker: int | None = None, pid: int | None = None
     ) -> TooManyFailures | None:
         """Count and list the samples of a batch, which ``batch`` names.
 
         Args:
-            report: How many of them failed, and how.
+            report: How many of them failed, and how; of a stream, also what was found of a reader.
             batch: The batch in words, for an exception's note.
             worker: Number of the worker that made the batch; None for this process.
             pid: The worker's process id; None for a thread.
@@ -157,16 +162,19 @@ class FailureWatch:
         Returns:
             The error to raise instead of delivering the batch, if too many have failed.
         """
+        if self._hear is not None and report.found is not None:
+            self._hear(report.found)
+            self._is_reader_over = report.found.count == 0
         self._listed.total += report.failed_count
-        who = "this process" if worker is None else describe_worker(worker, pid)
         for bad in report.newest:
+            who = "this process" if worker is None else describe_worker(worker, pid)
             name = name_of(index := bad.index)
             if self._last is None:
                 _log.warning(
                     "%s failed and is %s (%s, on_error): %s. Further failures "
                     "of this epoch are not logged; `failures` of the loader counts them.",
                     name if type(index) is RecordName else f"the sample of {name}",
-                    "replaced" if self._replaces or self._copies else "left out",
+                    "replaced" if self._is_replaced else "left out",
                     who,
                     bad.error.summary[:_LOGGED_CHARACTERS],
                 )
@@ -174,13 +182,12 @@ class FailureWatch:
             error = bad.error.summarized(note)
             self._last = FailedSample(index, error, worker, bad.error.text)
             self._listed.add(self._last)
-        if self._limit.add(report.sample_count, report.failed_count):
-            return self._too_many()
-        return None
+        too_many = self.add_samples(report.sample_count, report.failed_count)
+        return self._too_many() if too_many else None
 
     def left_out(self, batch: str) -> TooManyFailures | None:
         """Return the error to raise if a batch without good samples must not be left out."""
-        if not self._keep_size:
+        if not self._keep_size or self._is_reader_over:
             return None
         return self._too_many(
             f"all samples of {batch} failed, and none is left for the batch. A "
@@ -189,54 +196,18 @@ class FailureWatch:
 
     def end_epoch(self) -> TooManyFailures | None:
         """Return the error to raise instead of ending the epoch, or None."""
-        limit = self._limit
-        if limit.all_failed:
-            return self._too_many(f"all {limit.sample_count} samples of the epoch failed")
-        return self._too_many() if limit.end_epoch() else None
+        if self.all_failed:
+            return self._too_many(f"all {self.sample_count} samples of the epoch failed")
+        return self._too_many() if self.is_too_much else None
 
     def _too_many(self, what: str = "") -> TooManyFailures:
-        limit, last = self._limit, self._last
+        last = self._last
         what = what or (
-            f"{limit.failed_count} of the {limit.sample_count} samples tried in this epoch "
-            f"failed, more than max_failures={self._max_failures} allows"
+            f"{self.failed_count} of the {self.sample_count} samples tried in this epoch "
+            f"failed, more than max_failures={self.max_failures} allows"
         )
         if last is not None:
             what += f". The last was {name_of(last.index)} (see the cause)"
         error = TooManyFailures(f"{what}. The loader's `failures` lists the newest ones.")
         error.__cause__ = None if last is None else last.error
         return error
-
-
-class ReadWatch:
-    """Passes on what was found of a stream's readers, beside what a :class:`FailureWatch` does.
-
-    Args:
-        hear: Called with each :class:`~shmloader.streams.reader.Found`.
-        watch: Counts failures; None if the first failure is raised.
-    """
-
-    def __init__(self, hear: Callable[[Any], None], watch: FailureWatch | None) -> None:
-        self._hear, self._watch = hear, watch
-        self._exists = False
-
-    def start_epoch(self) -> None:
-        """Count from 0 again."""
-        if self._watch is not None:
-            self._watch.start_epoch()
-
-    def add(
-        self, report: Any, batch: str, worker: int | None = None, pid: int | None = None
-    ) -> TooManyFailures | None:
-        """Pass on what was found; see :meth:`FailureWatch.add`."""
-        if report.found is not None:
-            self._hear(report.found)
-            self._exists = report.found.count > 0
-        return None if self._watch is None else self._watch.add(report, batch, worker, pid)
-
-    def left_out(self, batch: str) -> TooManyFailures | None:
-        """See :meth:`FailureWatch.left_out`; None if the reader has no such batch."""
-        return self._watch.left_out(batch) if self._watch is not None and self._exists else None
-
-    def end_epoch(self) -> TooManyFailures | None:
-        """Return the error to raise instead of ending the epoch, or None."""
-        return None if self._watch is None else self._watch.end_epoch()

@@ -19,6 +19,7 @@ number, and resumes where the record says the dataset was.
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.errors import InternalError
@@ -123,7 +124,7 @@ class Worker:
         checkpoint: How far its dataset has come, up to its last answer; a replacement resumes
             there. Used only if states of the loader contain the dataset's.
         has_left_epoch: Whether it has finished with the epoch that is being left.
-        death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
+        death: How it died, while it is LOST or DEAD: a Death. None for a thread.
         unfinished: Numbers of the tickets that were lost with it, while it is LOST.
         hang: Text for the log, if the worker was ended since a sample took too long; otherwise "".
     """
@@ -134,7 +135,7 @@ class Worker:
     has_stream: bool = True
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     has_left_epoch: bool = False
-    death: object = None
+    death: Any = None
     unfinished: list[int] = field(default_factory=list)
     hang: str = ""
 

@@ -114,9 +114,7 @@ class Scheduler:
         epoch: Number of the present epoch, from 0.
         slots: The slots' states.
         workers: The workers' records.
-        in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
-        lend_limit: The most slots lent at once.
-        restart_limit: The most workers restarted in an epoch.
+        in_order, lend_limit, restart_limit: See the arguments.
         beginnings: The checkpoints with which the workers' datasets began the epoch; None if none
             are kept.
         unsent: Tickets to be sent, the oldest first. Whoever sends one removes it.
@@ -128,7 +126,7 @@ class Scheduler:
         worker_count: The most workers there may be.
         window: The most tickets in flight.
         lend_limit: The most slots lent at once.
-        in_order: Whether batches are delivered by ``seq``.
+        in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
         restart_limit: The most workers restarted in an epoch.
         first_worker: The worker that gets the first ticket of the first epoch, unless the pool has
             a queue.
@@ -191,7 +189,7 @@ class Scheduler:
         self._sharers, self._tickets_each = sharers, tickets_each
         self.tickets_asked = self._tickets_for(self.workers.wanted_count)
 
-    def offer(self, indices: object, now_ns: int = 0) -> Ticket | None:
+    def offer(self, indices: Any, now_ns: int = 0) -> Ticket | None:
         """Add a ticket for an index batch, and return it; None if no worker takes tickets.
 
         It is already answered if its worker is dead.
@@ -202,7 +200,7 @@ class Scheduler:
             # Round robin, where this worker takes tickets: most often.
             worker = self.workers[self._next_worker]
             if self._has_routes:
-                worker = self.workers[indices.route % len(self.workers)]  # type: ignore[attr-defined]
+                worker = self.workers[indices.route % len(self.workers)]
             elif worker.has_stream and self.in_order:
                 following = worker.worker_id + 1
                 self._next_worker = following if following < len(self.workers) else 0
@@ -317,24 +315,23 @@ class Scheduler:
         return count
 
     def sample_timed_out(
-        self, worker_id: int, seq: int, epoch: int, sample: int, text: str, log_text: str
+        self, worker_id: int, ticket: Ticket | None, sample: int, text: str, log_text: str
     ) -> None:
         """Record that a worker is ended because a sample takes too long.
 
-        The ticket will be loaded again without the sample, of which ``text`` says what the worker
-        was doing. The loss of a process is reported later, by :meth:`worker_lost`; a thread is
-        replaced at once.
+        The ticket, if it is of this epoch, will be loaded again without the sample, of which
+        ``text`` says what the worker was doing. The loss of a process is reported later, by
+        :meth:`worker_lost`; a thread is replaced at once.
         """
-        self.workers[worker_id].hang = log_text
-        ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        is_thread = not self._has_slots
-        if is_thread:
-            self.workers[worker_id].state = LOST
-            self.is_workers_due = True
-        if ticket is not None and ticket.is_awaited:
+        worker = self.workers[worker_id]
+        worker.hang = log_text
+        is_awaited = ticket is not None and ticket.is_awaited
+        if ticket is not None and is_awaited:
             ticket.hung = {**(ticket.hung or {}), sample: text}
-            if is_thread:
-                self.recalled([seq])
+        if not self._has_slots:
+            worker.state, self.is_workers_due = LOST, True
+            if ticket is not None and is_awaited:
+                self.recalled([ticket.seq])
 
     def recalled(self, seqs: Iterable[int]) -> None:
         """Record that tickets are in the pool's queue no longer, and are to be sent again."""
@@ -470,6 +467,10 @@ class Scheduler:
     def tickets(self) -> list[Ticket]:
         """All tickets in flight, in order."""
         return list(self._tickets.values())
+
+    def find(self, seq: int, epoch: int) -> Ticket | None:
+        """Return a ticket in flight; None if it is of another epoch, or there is none."""
+        return self._tickets.get(seq) if epoch == self.epoch else None
 
     def end_epoch(self, recalled: Iterable[int] = ()) -> None:
         """Drop all tickets in flight; their slots are freed now, or once they are answered (I6).

@@ -12,14 +12,13 @@ import re
 import signal
 import time
 
-from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.engine.records import Worker
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.errors import LoaderTimeoutError
 from shmloader.grammar import counted, describe_worker
-from shmloader.pools import Pool, ReplaceablePool
+from shmloader.pools import Pool
 from shmloader.pools.answers import Death
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -39,10 +38,7 @@ _SIGKILL_HINT = (
 # The most calls of a stack that a text shows.
 _FRAMES_SHOWN = 12
 # The frames from which a worker calls the user's code.
-_OURS = re.compile(
-    r"/shmloader/(batch/|pools/(answers|batch_server|worker_dataset)\.py|"
-    r'pools/thread\.py", line \d+ in (load|_call_init)$)'
-)
+_OURS = re.compile(r"/shmloader/(batch/|pools/(answers|batch_server|worker_dataset|thread)\.py)")
 
 
 def _capitalized(worker_id: int, pid: int | None) -> str:
@@ -112,32 +108,21 @@ def _with_stack(text: str, at_work: AtWork) -> str:
     return "\n".join([f"{text}, the innermost call first:", *shown]) if shown else f"{text}."
 
 
-def describe_restart(
-    worker_id: int,
-    death: Death | None,
-    seqs: list[int],
-    checkpoint: Checkpoint | None,
-    *,
-    hang: str = "",
-) -> str:
-    """Return the log message for a worker that was replaced.
+def describe_restart(worker: Worker, *, is_resumed: bool) -> str:
+    """Return the log message for a worker that was LOST, and is replaced.
 
-    Args:
-        worker_id: The worker.
-        death: How it ended; None if it is a thread.
-        seqs: The batches that it had not finished.
-        checkpoint: Where its dataset is resumed, if it is iterable or has a state.
-        hang: Says that it was ended since a sample took too long; "" if it ended by itself.
+    ``is_resumed`` says whether its dataset resumes, since it is iterable or has a state.
     """
-    again = ", ".join(map(str, seqs))
+    death, checkpoint = worker.death, worker.checkpoint
+    again = ", ".join(map(str, worker.unfinished))
     if death is None:
-        return f"{hang}A new thread replaces it."
+        return f"{worker.hang}A new thread replaces it."
     if death.reason:
         return f"{describe_end(death)}Batches are made again: {again or 'none'}."
-    text = hang or (f"{death.because} " if death.because else describe_end(death))
-    text += f"A new process replaces worker {worker_id}"
-    text += f" and loads its unfinished batches again: {again}." if seqs else "."
-    if checkpoint is not None and not checkpoint.has_ended:
+    text = worker.hang or (f"{death.because} " if death.because else describe_end(death))
+    text += f"A new process replaces worker {worker.worker_id}"
+    text += f" and loads its unfinished batches again: {again}." if again else "."
+    if is_resumed and not checkpoint.has_ended:
         batches = counted(checkpoint.at, "batch", "batches")
         start = "beginning" if checkpoint.snapshot is None else f"state after {batches}"
         skipped = counted(checkpoint.skip, "batch", "batches")
@@ -165,46 +150,39 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
     return f"{text}." if at_work.phase is Phase.IDLE else _with_stack(text, at_work)
 
 
-def late_batch(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTimeoutError:
-    """Return the error for a batch that has not come in time. Called from any thread."""
-    tickets = [ticket for ticket in scheduler.tickets if ticket.is_awaited]
-    awaited = f"any of {len(tickets)} batches"
-    if scheduler.in_order and tickets:
-        awaited = describe_ticket(tickets[0])
-    text = (
-        f"{awaited}. No batch is lost. A for loop ends here; call next() on the same iterator to "
-        "go on waiting, or raise timeout=. Without executor=, sample_timeout= replaces a worker "
-        "whose sample hangs."
-    )
-    workers = [worker for worker in scheduler.workers if worker.is_alive]
-    return _late(timeout_s, text, pool, scheduler, workers)
-
-
-def late_start(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTimeoutError:
-    """Return the error for workers that have not left the previous epoch in time."""
-    text = (
-        "its workers to finish the previous epoch. The workers were ended; iter() starts new ones."
-    )
-    workers = [one for one in scheduler.workers if one.is_alive and not one.has_left_epoch]
-    return _late(timeout_s, text, pool, scheduler, workers)
-
-
-def _late(
-    timeout_s: float, text: str, pool: Pool, scheduler: Scheduler, workers: list[Worker]
+def late_batch(
+    timeout_s: float, pool: Pool, scheduler: Scheduler, *, is_start: bool = False
 ) -> LoaderTimeoutError:
-    """Return an error that says what was waited for, and what each worker is doing."""
+    """Return the error for a batch that has not come in time, with what each worker is doing.
+
+    Called from any thread. With ``is_start`` the workers have not left the previous epoch in time.
+    """
     until = time.monotonic() + _ASK_S
-    tickets = {ticket.seq: ticket for ticket in scheduler.tickets}
+    workers = [worker for worker in scheduler.workers if worker.is_alive]
+    awaited = [ticket for ticket in scheduler.tickets if ticket.is_awaited]
+    if is_start:
+        workers = [worker for worker in workers if not worker.has_left_epoch]
+        text = "its workers to finish the previous epoch. The workers were ended; iter() starts "
+        text += "new ones."
+    else:
+        text = f"any of {len(awaited)} batches"
+        if scheduler.in_order and awaited:
+            text = describe_ticket(awaited[0])
+        text += (
+            ". No batch is lost. A for loop ends here; call next() on the same iterator to go on "
+            "waiting, or raise timeout=. Without executor=, sample_timeout= replaces a worker "
+            "whose sample hangs."
+        )
     lines = [f"DataLoader timed out after {timeout_s:g} seconds, waiting for {text}"]
-    for worker in workers:
+    for worker_id in (worker.worker_id for worker in workers):
         look = pool.ask if time.monotonic() < until else pool.was_at
-        pid, at_work = pool.pid(worker.worker_id), look(worker.worker_id)
-        ticket = tickets.get(at_work.seq) if at_work.epoch == scheduler.epoch else None
-        lines.append(describe_work(worker.worker_id, pid, at_work, ticket))
+        pid, at_work = pool.pid(worker_id), look(worker_id)
+        ticket = scheduler.find(at_work.seq, at_work.epoch)
+        lines.append(describe_work(worker_id, pid, at_work, ticket))
     return LoaderTimeoutError("\n".join(lines))
 
 
-def end_hanging(pool: ReplaceablePool, scheduler: Scheduler, timeout_s: float) -> float:
+def end_hanging(pool: Pool, scheduler: Scheduler, timeout_s: float) -> float:
     """End the workers whose sample takes longer than ``sample_timeout``.
 
     Returns in how many seconds to look again; 0 if a worker was ended, so that the engine replaces
@@ -214,34 +192,27 @@ def end_hanging(pool: ReplaceablePool, scheduler: Scheduler, timeout_s: float) -
     for worker in scheduler.workers:
         if worker.is_alive and not worker.hang:
             at_work = pool.was_at(worker.worker_id)
-            if _is_late(at_work):
+            if at_work.is_late:
                 wait_s = 0.0 if _end(pool, scheduler, worker, timeout_s) else wait_s
             elif at_work.sample != NO_SAMPLE:
                 wait_s = min(wait_s, at_work.sample_left_s)
     return wait_s
 
 
-def _is_late(at_work: AtWork) -> bool:
-    is_loading = at_work.phase is Phase.LOADING and at_work.sample != NO_SAMPLE
-    return is_loading and at_work.sample_left_s <= 0
-
-
-def _end(pool: ReplaceablePool, scheduler: Scheduler, worker: Worker, timeout_s: float) -> bool:
+def _end(pool: Pool, scheduler: Scheduler, worker: Worker, timeout_s: float) -> bool:
     """End a worker; return False if it has finished its sample meanwhile."""
     worker_id = worker.worker_id
     # Waiting for the worker's stack gives the worker another moment to finish: all workers are
     # late if the whole job was stopped for a while.
     asked, now = pool.ask(worker_id), pool.was_at(worker_id)
-    sample = (now.epoch, now.seq, now.sample)
-    if (asked.epoch, asked.seq, asked.sample) != sample or not _is_late(now):
+    if (asked.epoch, asked.seq, asked.sample) != (now.epoch, now.seq, now.sample):
         return False
     pid = pool.pid(worker_id)
-    if not pool.kill(worker_id, now.seq):
+    if not now.is_late or not pool.kill(worker_id, now.seq):
         return False
-    seqs = {ticket.seq: ticket for ticket in scheduler.tickets}
-    ticket = seqs.get(now.seq) if now.epoch == scheduler.epoch else None
+    ticket = scheduler.find(now.seq, now.epoch)
     batch = "the previous epoch" if ticket is None else describe_ticket(ticket)
     work = describe_hung_work(worker_id, pid, asked)
     hang = describe_hang(worker_id, pid, timeout_s, batch)
-    scheduler.sample_timed_out(worker_id, now.seq, now.epoch, now.sample, work, hang)
+    scheduler.sample_timed_out(worker_id, ticket, now.sample, work, hang)
     return True

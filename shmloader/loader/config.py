@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.delivery import DatasetCheckpoints, StateCost
-from shmloader.engine.failures import FailedSample, FailureList, FailureWatch, ReadWatch
+from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
 from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
@@ -152,18 +152,19 @@ class LoaderConfig(SimpleNamespace):
         is_rare = fetch.is_iterable and fetch.snapshot_every >= self.most_window
         return self.most_workers if is_rare else 0
 
-    def watch_failures(self, parts: "LoaderParts") -> FailureWatch | ReadWatch | None:
-        """Return the watch that records in ``failures``; None if the first failure is raised."""
-        watch = None
-        if self.on_error != "raise" and not self.fetch.is_iterable:
-            watch = FailureWatch(
-                parts.failures,
-                self.max_failures,
-                keep_size=self.fetch.keep_size,
-                replaces=callable(self.on_error),
-                copies=self.fetch.copies_good,
-            )
-        return watch if self.hear is None else ReadWatch(self.hear, watch)
+    def watch_failures(self, parts: "LoaderParts") -> FailureWatch | None:
+        """Return the watch that records in ``failures``; None if there is nothing to count."""
+        is_raised = self.on_error == "raise" or self.fetch.is_iterable
+        if is_raised and self.hear is None:
+            return None
+        return FailureWatch(
+            parts.failures,
+            None if is_raised else self.max_failures,
+            keep_size=self.fetch.keep_size and not is_raised,
+            replaces=is_raised or callable(self.on_error),
+            copies=self.fetch.copies_good,
+            hear=self.hear,
+        )
 
 
 for _name, _default in DEFAULTS.items():

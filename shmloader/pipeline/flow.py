@@ -191,7 +191,7 @@ class Flow:
             stage = stages[number]
             stage.meter.op_ns += op_ns
             if is_good and number:
-                stage.counter.add(1, 0)
+                stage.counter.add_samples(1, 0)
             for output in outputs:
                 stage.put(job, output)
             if is_done:

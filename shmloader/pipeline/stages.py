@@ -135,13 +135,13 @@ class FailureCounter(FailureLimit):
 
     def __init__(self, max_failures: int | Fraction | None, *, is_resumed: bool) -> None:
         super().__init__(max_failures, may_all_fail=False)
-        self.max_failures, self._is_resumed = max_failures, is_resumed
+        self._is_resumed = is_resumed
         self._last: FailedItem | None = None
 
     def add_failed(self, failed: FailedItem) -> TooManyFailures | None:
         """Count a call that has failed. Returns the exception to raise if too many have."""
         self._last = failed
-        return self._error_if(self.add(1, 1))
+        return self._error_if(self.add_samples(1, 1))
 
     def end(self) -> TooManyFailures | None:
         """Return the exception to raise at the epoch's end, if too many or all calls failed.
@@ -149,7 +149,7 @@ class FailureCounter(FailureLimit):
         A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
         """
         is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
-        return self._error_if(is_judged and self.end_epoch())
+        return self._error_if(is_judged and self.is_too_much)
 
     def _error_if(self, is_passed: bool) -> TooManyFailures | None:
         last = self._last

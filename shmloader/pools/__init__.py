@@ -50,25 +50,6 @@ if TYPE_CHECKING:  # the interface needs no implementation
     from shmloader.pools.status_page import AtWork
 
 
-class SentTicket(Protocol):
-    """What a pool sees of the scheduler's :class:`~shmloader.engine.scheduler.Ticket`.
-
-    Attributes:
-        seq: The ticket's number in the epoch.
-        indices: The indices that the sampler yielded.
-        worker_id: The worker that gets the task. Not read if the task goes to a queue.
-        slot_id: The slot that the batch is written to. Not read by a pool without slots.
-        hung: Samples of the batch that are to raise an error, since they took too long before: maps
-            their numbers to what their worker was doing. Not read by the pool of an executor.
-    """
-
-    seq: int
-    indices: Any
-    worker_id: int
-    slot_id: int
-    hung: dict[int, str] | None
-
-
 class Events(Protocol):
     """The engine, as a pool sees it: it receives reports."""
 
@@ -85,7 +66,7 @@ class Events(Protocol):
         """A worker has finished the previous epoch. ``beginning`` is pickled here."""
 
     def left(self, worker_id: int) -> None:
-        """A worker has answered its last task, after :meth:`SlotPool.leave`."""
+        """A worker has answered its last task, after :meth:`Pool.leave`."""
 
     def lost(
         self,
@@ -107,7 +88,7 @@ class Events(Protocol):
 
 
 class Pool(Protocol):
-    """Workers, numbered from 0. Their batches come in slots only in a :class:`SlotPool`.
+    """Workers, numbered from 0. Only some pools have slots, or workers that can be ended.
 
     Attributes:
         counts: Counters of slots and workers. Any thread may read them.
@@ -132,8 +113,14 @@ class Pool(Protocol):
     def is_inherited(self) -> bool:
         """Whether this is a forked child of the process that has the workers."""
 
-    def send(self, ticket: SentTicket, epoch: int) -> Answer | None:
+    def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Send a ticket's task to a worker. Returns the answer if it cannot be pickled.
+
+        Args:
+            ticket: The scheduler's :class:`~shmloader.engine.scheduler.Ticket`. Its ``seq`` and
+                ``indices`` are read, without a queue its ``worker_id``, with slots its ``slot_id``,
+                and if workers can be ended ``hung``, by which samples are to raise an error.
+            epoch: Number of the epoch.
 
         Raises:
             OSError: If no descriptor or address space is left for the slot.
@@ -191,9 +178,7 @@ class Pool(Protocol):
     def close(self) -> None:
         """End all workers and free all memory. May be called again."""
 
-
-class ReplaceablePool(Pool, Protocol):
-    """A pool whose workers can be ended in the middle of a task, and replaced."""
+    # Only of a pool whose workers can be ended in the middle of a task, and replaced ----------
 
     def kill(self, worker_id: int, seq: int) -> bool:
         """End a worker that takes too long for a sample of ticket ``seq``.
@@ -213,11 +198,7 @@ class ReplaceablePool(Pool, Protocol):
             ClosedLoaderError: If another thread closes the pool meanwhile.
         """
 
-
-class SlotPool(ReplaceablePool, Protocol):
-    """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired."""
-
-    memory: SlotMemory
+    # Only of a pool with slots, whose workers may die, be replaced, or be retired --------------
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""

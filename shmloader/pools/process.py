@@ -14,7 +14,7 @@ from shmloader.grammar import size
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import DONE, NO_EPOCH, RECEIVE_BYTES, TASK
-from shmloader.pools import Events, SentTicket
+from shmloader.pools import Events
 from shmloader.pools.answers import Answer, Batch, Failure, read_layout
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
@@ -34,7 +34,7 @@ _unpack_head, _HEAD_BYTES = messages.DONE_HEAD.unpack_from, messages.DONE_HEAD.s
 class ProcessPool(WorkerProcesses):
     """Worker processes, and the slots that their batches come in.
 
-    See :class:`~shmloader.pools.SlotPool` for what the methods do and raise, and
+    See :class:`~shmloader.pools.Pool` for what the methods do and raise, and
     :class:`WorkerProcesses` for further arguments. ``dataset_epoch`` is the number for the
     dataset's ``set_epoch()`` in the present epoch; None for no call.
 
@@ -61,7 +61,7 @@ class ProcessPool(WorkerProcesses):
 
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
+    def send(self, ticket: Any, epoch: int) -> Failure | None:
         """Send a ticket's task."""
         slot_id, hung, memory = ticket.slot_id, ticket.hung, self.memory
         if memory.is_short:
@@ -97,7 +97,7 @@ class ProcessPool(WorkerProcesses):
             FAULTS.reach("main.dispatch")
         return None
 
-    def _spill(self, ticket: SentTicket, body: bytes) -> messages.Spilled:
+    def _spill(self, ticket: Any, body: bytes) -> messages.Spilled:
         """Put a long index list into the ticket's slot."""
         memory, nbytes = self.memory, len(body)
         if nbytes > memory.arena.slot_bytes:

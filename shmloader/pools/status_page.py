@@ -80,6 +80,12 @@ class AtWork:
     sample: int = NO_SAMPLE
     sample_left_s: float = 0.0
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a sample in work takes longer than it may."""
+        is_loading = self.phase is Phase.LOADING and self.sample != NO_SAMPLE
+        return is_loading and self.sample_left_s <= 0
+
 
 class StatusPage:
     """The page, owned by the pool. In a process that gets it pickled, it is a worker's end."""

@@ -8,7 +8,7 @@ from typing import Any
 from shmloader.batch.failures import RemoteError
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Wakeup
-from shmloader.pools import Events, SentTicket
+from shmloader.pools import Events
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -31,7 +31,7 @@ class CallingPool:
     def is_inherited(self) -> bool:
         return os.getpid() != self._pid
 
-    def send(self, ticket: SentTicket, epoch: int) -> None:
+    def send(self, ticket: Any, epoch: int) -> None:
         self._tasks.append((ticket.seq, epoch, ticket.indices))
 
     def recall(self) -> list[int]:

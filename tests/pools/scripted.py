@@ -10,7 +10,7 @@ from typing import Any
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import Instead
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.pools import Events, SentTicket
+from shmloader.pools import Events
 from shmloader.pools.answers import Answer, Batch, Death
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -106,7 +106,7 @@ class ScriptedPool:
 
     # What the engine asks -------------------------------------------------------------------
 
-    def send(self, ticket: SentTicket, epoch: int) -> None:
+    def send(self, ticket: Any, epoch: int) -> None:
         self.sent[ticket.worker_id][ticket.seq] = ticket.indices
         if ticket.hung:
             self.sent_hung[ticket.seq] = dict(ticket.hung)

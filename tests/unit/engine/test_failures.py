@@ -16,7 +16,7 @@ HALF, TENTH = Fraction(1, 2), Fraction(1, 10)
 
 def verdicts(limit: FailureLimit, batches: list[tuple[int, int]]) -> list[bool]:
     """What it says of each batch of (samples, failures), and of the epoch's end."""
-    return [*(limit.add(*batch) for batch in batches), limit.end_epoch()]
+    return [*(limit.add_samples(*batch) for batch in batches), limit.is_too_much]
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,7 @@ def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_
     subject = Scheduler(1, 4, 2, in_order=True)
     offered(subject, 3)
     for sample in (2, 5):
-        subject.sample_timed_out(0, 0, 0, sample, "in f", "it hung")
+        subject.sample_timed_out(0, subject.find(0, 0), sample, "in f", "it hung")
         assert subject.workers[0].hang == "it hung"
         subject.worker_lost(0, DEATH, at_work=0)
         subject.worker_started(0)
@@ -410,7 +410,7 @@ def test_only_a_sample_that_is_awaited_counts_as_hung():
     offered(subject, 3)
     subject.answered(1, 0, "batch", taker=0)
     for seq, hung, again in ((1, None, []), (2, {3: "in f"}, [2])):
-        subject.sample_timed_out(1, seq, 0, 3, "in f", "it hung")
+        subject.sample_timed_out(1, subject.find(seq, 0), 3, "in f", "it hung")
         assert subject.workers.first(WorkerState.LOST).worker_id == 1
         subject.worker_started(1)
         assert [ticket.seq for ticket in sent(subject)] == again
@@ -418,7 +418,7 @@ def test_only_a_sample_that_is_awaited_counts_as_hung():
     subject.end_epoch([0, 2])
     subject.start_epoch()
     offered(subject, 1)
-    subject.sample_timed_out(0, 0, 0, 3, "in f", "it hung")  # in the epoch before
+    subject.sample_timed_out(0, subject.find(0, 0), 3, "in f", "it hung")  # in the epoch before
     subject.worker_started(0)
     assert sent(subject) == []
     assert subject.tickets[0].hung is None

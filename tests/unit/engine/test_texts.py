@@ -3,6 +3,7 @@
 import pytest
 
 from shmloader.batch.checkpoint import Checkpoint
+from shmloader.engine.records import Worker
 from shmloader.engine.scheduler import Ticket
 from shmloader.engine.workers import (
     describe_death,
@@ -144,13 +145,14 @@ def test_a_death_says_why_the_worker_was_not_replaced():
 
 
 def test_a_restart_says_what_is_done_again():
-    death = Death(812, -9)
-    text = describe_restart(1, death, [5, 7], Checkpoint(2))
+    lost = Worker(1, checkpoint=Checkpoint(2), death=Death(812, -9), unfinished=[5, 7])
+    text = describe_restart(lost, is_resumed=True)
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
     assert "loads its unfinished batches again: 5, 7." in text
     assert "resumes from its beginning, skipping 2 batches already delivered." in text
-    for checkpoint in (None, Checkpoint(0, b"state", has_ended=True)):
-        assert "dataset" not in describe_restart(1, death, [], checkpoint)
+    assert "dataset" not in describe_restart(lost, is_resumed=False)
+    lost.checkpoint = Checkpoint(0, b"state", has_ended=True)
+    assert "dataset" not in describe_restart(lost, is_resumed=True)
 
 
 def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
@@ -160,20 +162,21 @@ def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
         "(indices 4 to 5). A new process replaces worker 1 and loads its unfinished batches again: "
         "5, 7."
     )
-    text = describe_restart(1, Death(812, -9), [5, 7], None, hang=hang)
-    assert text == start
+    lost = Worker(1, death=Death(812, -9), unfinished=[5, 7], hang=hang)
+    assert describe_restart(lost, is_resumed=False) == start
     hang = describe_hang(1, None, 2.5, "the previous epoch")
-    assert describe_restart(1, None, [], None, hang=hang) == (
+    assert describe_restart(Worker(1, hang=hang), is_resumed=False) == (
         "Worker thread 1 took longer than 2.5 s (sample_timeout) for a sample of the previous "
         "epoch. A new thread replaces it."
     )
 
 
 def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():
-    death = Death(812, None, reason="the node is gone")
+    lost = Worker(1, death=Death(812, None, reason="the node is gone"))
     text = "DataLoader worker exited unexpectedly: the node is gone."
-    assert describe_restart(1, death, [5, 7], None) == f"{text} Batches are made again: 5, 7."
-    assert describe_restart(1, death, [], None) == f"{text} Batches are made again: none."
+    for lost.unfinished, made_again in (([5, 7], "5, 7"), ([], "none")):
+        told = describe_restart(lost, is_resumed=False)
+        assert told == f"{text} Batches are made again: {made_again}."
 
 
 def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
