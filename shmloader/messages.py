@@ -91,10 +91,10 @@ class StartEpoch(NamedTuple):
 class ResumeStream(NamedTuple):
     """Main → worker, before its first task: resume the dataset, and receive tasks from now on.
 
-    The checkpoint is pickled; b"" stands for the dataset's beginning.
+    ``checkpoint`` is a :class:`~shmloader.batch.checkpoint.Checkpoint`.
     """
 
-    checkpoint: bytes
+    checkpoint: Any
 
 
 class Leave(NamedTuple):
@@ -129,21 +129,21 @@ class Answered(NamedTuple):
 class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
-    ``beginning`` is the pickled checkpoint of the next epoch, if workers are persistent.
+    ``beginning`` is the checkpoint of the next epoch, if workers are persistent.
     """
 
     seq: int
     epoch: int
-    beginning: bytes | None = None
+    beginning: Any = None
 
 
 class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`. All earlier tasks are answered.
 
-    ``beginning`` is the pickled checkpoint of the epoch; b"" is the dataset's beginning.
+    ``beginning`` is the checkpoint of the epoch.
     """
 
-    beginning: bytes
+    beginning: Any
 
 
 class Left(NamedTuple):

@@ -5,7 +5,6 @@ engine keeps the newest one in the worker's record and with each batch, and a lo
 for each worker. :mod:`shmloader.batch.dataset_state` takes states and resumes datasets.
 """
 
-import pickle
 import zlib
 from typing import Any, NamedTuple, Self
 
@@ -86,14 +85,3 @@ class Checkpoint(NamedTuple):
         if is_iterable:  # it begins anew
             return Checkpoint()
         return Checkpoint(0, self.snapshot, unsaved=self.unsaved)
-
-    def dumps(self) -> bytes:
-        """Return the pickled fields; nothing if the dataset is at the beginning of a run."""
-        if self == Checkpoint():
-            return b""
-        return pickle.dumps(tuple(self), pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def loads(cls, data: bytes | None) -> Self:
-        """Return the checkpoint that :meth:`dumps` has pickled."""
-        return cls(*pickle.loads(data)) if data else cls()

@@ -27,7 +27,7 @@ memory that batches take is bounded. Everything that users see is a thin layer o
 reports what has happened (a ticket was offered, a worker has answered, a worker is lost), asks what
 to do, and has its pool do it. Only the thread inside ``next_batch`` changes the scheduler.
 
-**One raise.** What the user's code raises becomes a value where it is caught, a ``Failure`` or an
+**One raise.** What the user's code raises becomes a value where it is caught, in an answer or an
 :class:`~shmloader.engine.delivery.Instead`, and ``next()`` raises it in one place. So whatever else
 leaves ``next()``, such as a Ctrl-C, has interrupted it. If it only waited, the iterator goes on.
 Otherwise it closes, and the loader's state stays that of the last delivered batch

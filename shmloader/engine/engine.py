@@ -17,7 +17,7 @@ import abc
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, not_an_end
@@ -46,7 +46,7 @@ from shmloader.interruptions import Caught, attempt, describe_interruption, is_i
 from shmloader.memory.arena import Slot
 from shmloader.memory.flat import checksum
 from shmloader.pools import Pool
-from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
+from shmloader.pools.answers import Answer, Death
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.streams.order import ReaderOrder
@@ -323,14 +323,16 @@ class Engine:
     def _is_left_out(self, watch: FailureWatch, ticket: Ticket) -> bool:
         """Count the samples of the next ticket; return whether its batch is empty and left out."""
         answer, error = ticket.answer, None
-        if isinstance(answer, Answer) and answer.report is not None:
+        if not isinstance(answer, Answer):  # the death of a worker
+            return False
+        if answer.report is not None:
             pid = self._pool.pid(ticket.worker_id) if answer.report.failed_count else None
             error = watch.add(answer.report, f"batch {ticket.seq}", ticket.worker_id, pid)
-        if error is None and type(answer) is Empty:
+        if error is None and answer.is_empty:
             error = watch.left_out(describe_ticket(ticket))
         if error is not None:
             self._fail(error)
-        if type(answer) is not Empty:
+        if not answer.is_empty:
             return False
         self._scheduler.free_slot(ticket)
         self._left_out.append(ticket)
@@ -346,7 +348,7 @@ class Engine:
         if self._left_out:
             ticket.left_out = tuple(self._left_out)
             self._left_out.clear()
-        if not isinstance(answer, Batch):
+        if not isinstance(answer, Answer) or answer.error is not None:
             self._raise_instead(ticket, answer)
         if answer.times is not None:
             handed = pack_batch(
@@ -374,7 +376,7 @@ class Engine:
             self._readings.draw_owed(self._offer)
         return batch
 
-    def _build(self, memory: SlotMemory, ticket: Ticket, answer: Batch) -> object:
+    def _build(self, memory: SlotMemory, ticket: Ticket, answer: Answer) -> object:
         """Return a batch that lies in a slot: views of the slot, which is lent, or a copy.
 
         Raises:
@@ -413,12 +415,11 @@ class Engine:
                 "from shmloader.empty; if none does, this is a bug in shmloader."
             )
 
-    def _raise_instead(self, ticket: Ticket, answer: object) -> NoReturn:
+    def _raise_instead(self, ticket: Ticket, answer: Any) -> NoReturn:
         """Raise the error that came in place of a batch, and offer one more ticket if possible."""
         self._scheduler.free_slot(ticket)
         if isinstance(answer, Death):
             self._fail(self._died(ticket.worker_id, answer, ticket))
-        assert isinstance(answer, Failure)
         error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
         if answer.is_final:
             self._fail(error, "its dataset could not be resumed")
@@ -546,11 +547,9 @@ class Engine:
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Record the answer to a task: its batch, or a failure."""
         scheduler, state = self._scheduler, None
-        if type(answer) is Batch:
-            answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
-        if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
-            state_ns = getattr(answer, "state_ns", 0)
-            state = answer.snapshot, getattr(answer, "fingerprint", None), state_ns
+        answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
+        if scheduler.beginnings is not None and not answer.is_final:
+            state = answer.snapshot, answer.fingerprint, answer.state_ns
         taker = worker_id if self._pool.has_queue and worker_id != UNASSIGNED else None
         scheduler.answered(seq, epoch, answer, taker=taker, state=state)
 
@@ -559,7 +558,7 @@ class Engine:
         self._scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()
 
-    def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
+    def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
         """Record that a worker has finished all tasks of the previous epoch."""
         self._scheduler.left_epoch(worker_id, beginning)
 

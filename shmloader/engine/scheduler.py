@@ -498,14 +498,13 @@ class Scheduler:
             worker.checkpoint.at_next_epoch(is_iterable=is_iterable) for worker in self.workers
         )
 
-    def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
+    def left_epoch(self, worker_id: int, beginning: Checkpoint | None = None) -> None:
         """Record that a worker has finished the epoch that is being left.
 
-        ``beginning`` is the pickled checkpoint with which its next epoch begins, if it has one.
+        ``beginning`` is where its next epoch begins; None for the dataset's own beginning.
         """
         worker = self.workers[worker_id]
-        worker.checkpoint = Checkpoint.loads(beginning)
-        worker.has_left_epoch = True
+        worker.checkpoint, worker.has_left_epoch = beginning or Checkpoint(), True
 
     @property
     def is_epoch_left(self) -> bool:

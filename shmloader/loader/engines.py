@@ -28,7 +28,6 @@ from shmloader.memory.limits import MemoryConfig
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process import ProcessPool
-from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
@@ -166,7 +165,7 @@ class Workers:
         config: LoaderConfig,
         base_seed: int,
         checkpoints: DatasetCheckpoints | None,
-        locker: PageLocker | None,
+        locker: Any,
     ) -> None:
         """Start worker processes, or attach to those that the ranks of this host share."""
         _warn_of_many_objects(config, self._parts)
@@ -226,7 +225,7 @@ class Workers:
 
 def _make_stage(
     config: LoaderConfig, parts: LoaderParts, pins: bool, pin_device: str | None
-) -> tuple[Stage | None, PageLocker | None]:
+) -> tuple[Stage | None, Any]:
     """Return the stage that pins batches or copies them to devices, and its locker of pages."""
     destination = parts.open_destination(config)
     if destination is None:

@@ -46,7 +46,6 @@ from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
-from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 
@@ -92,7 +91,7 @@ class ProcessExecutor(OwnThread):
     thread. ``locker`` page-locks the slots if a device reads results out of them.
     """
 
-    def __init__(self, stage: StageConfig, locker: PageLocker | None, executor_count: int) -> None:
+    def __init__(self, stage: StageConfig, locker: Any, executor_count: int) -> None:
         super().__init__(f"shmloader_{stage.name}"[:15])
         self._stage = stage
         self._window = window = stage.capacity

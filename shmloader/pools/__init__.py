@@ -20,8 +20,8 @@ Every pool keeps these rules:
   as well, to be sent again. Tasks that :meth:`Pool.recall` returns are not answered.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
   thread. What happens between two calls waits in the pool.
-* An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
-  ``Failure``. An exception of a signal handler is not an answer: it propagates from the call. A
+* An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer. An
+  exception of a signal handler is not an answer: it propagates from the call. A
   KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
 * Only :meth:`Pool.wait` blocks. Closing, ending, retiring and :meth:`Pool.ask` take a bounded time.
   No other call waits for a worker.
@@ -62,8 +62,8 @@ class Events(Protocol):
         ``beginning`` is the checkpoint with which the worker's next epoch begins.
         """
 
-    def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        """A worker has finished the previous epoch. ``beginning`` is pickled here."""
+    def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
+        """A worker has finished the previous epoch, and begins the next one there."""
 
     def left(self, worker_id: int) -> None:
         """A worker has answered its last task, after :meth:`Pool.leave`."""

@@ -1,4 +1,4 @@
-"""The answers to a ticket: a batch, an empty batch, a failure, or a death.
+"""What comes of a ticket: an answer, or the death of its worker.
 
 Also what the pools have in common whose batches come as ordinary objects.
 
@@ -26,32 +26,39 @@ from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.process_state import end_if_forked
 
 
-@dataclass(eq=False)
-class Batch:
-    """The answer with a ticket's batch.
+@dataclass
+class Answer:
+    """The answer to a ticket: a batch, an exception, or that there is no batch.
 
     Attributes:
         content: The reader of the batch's layout, if it lies in a slot (None in the message from
             the worker); else the batch itself.
+        report: How many of its samples failed, and how; None if bad samples raise.
+        times: Packed :class:`~shmloader.insight.measurements.WorkTimes`; None if not known.
+        nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
+            arrays.
+        error: Rebuilds the exception of the user's code that comes in place of the batch; else
+            None.
+        is_empty: Whether there is no batch, since all its samples failed and are left out.
+        is_final: Whether the dataset could not be resumed, and no batch follows.
         lends: Whether the batch lies in a slot and has a part that is large enough to be lent.
         check: The number of bytes used of the slot, and their checksum; None if not checked.
-        report: How many of its samples failed, and how; None if bad samples raise.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
         state_ns: How long it took to take the snapshot, in nanoseconds.
-        times: Packed :class:`~shmloader.insight.measurements.WorkTimes`; None if not known.
-        nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
-            arrays.
         looked_ns: When the engine began to look for answers, before it saw this one.
         seen_ns: When the engine saw the answer.
     """
 
-    content: Any
+    content: Any = None
     report: SampleReport | None = None
     times: bytes | None = None
     nbytes: int = 0
+    error: RemoteError | None = None
     # Values of the class take no time in the constructor.
+    is_empty: bool = field(default=False, init=False)
+    is_final: bool = field(default=False, init=False)
     lends: bool = field(default=False, init=False)
     check: tuple[int, int] | None = field(default=None, init=False)
     snapshot: bytes | Unsaved | None = field(default=None, init=False)
@@ -59,33 +66,6 @@ class Batch:
     state_ns: int = field(default=0, init=False)
     looked_ns: int = field(default=0, init=False)
     seen_ns: int = field(default=0, init=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception of the user's code. Other fields are as in :class:`Batch`.
-
-    Attributes:
-        error: Rebuilds the exception.
-        is_final: Whether the dataset could not be resumed, and no batch follows.
-    """
-
-    error: RemoteError
-    report: SampleReport | None = None
-    snapshot: bytes | Unsaved | None = None
-    fingerprint: int | None = None
-    is_final: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Empty:
-    """A batch without good samples: all of them failed and are left out."""
-
-    report: SampleReport | None
-    snapshot: bytes | Unsaved | None = None
-
-
-Answer = Batch | Failure | Empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +169,19 @@ class ObjectPool:
 def make_answer(
     maker: BatchMaker | WorkerDataset, make: Callable[[], object], where: str
 ) -> Answer:
-    """Make a batch by ``make``, and return the answer to its ticket; a Failure if it raises.
+    """Make a batch by ``make``, and return the answer to its ticket.
 
     ``maker`` has the report on the samples and the times. ``where`` is for texts of failures.
     """
-    pid, batch, error = os.getpid(), None, None
+    pid, answer = os.getpid(), Answer()
     try:
-        batch = make()
+        answer.content = make()
     except EmptyBatchError:
-        return Empty(maker.pop_report())
+        answer.is_empty = True
     except BaseException:  # noqa: BLE001 - it is the answer
         end_if_forked(pid)
-        error = RemoteError.caught(where)
+        answer.error = RemoteError.caught(where)
     end_if_forked(pid)
-    if error is not None:
-        return Failure(error, report=maker.pop_report())
-    return Batch(batch, maker.pop_report(), maker.timer.read(), bytes_of(batch))
+    answer.report, answer.times = maker.pop_report(), maker.timer.read()
+    answer.nbytes = bytes_of(answer.content)
+    return answer

@@ -20,7 +20,7 @@ from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader, checksum
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
-from shmloader.pools.answers import Answer, Batch, Empty, Failure
+from shmloader.pools.answers import Answer
 from shmloader.pools.status_page import Line
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
@@ -66,22 +66,20 @@ class BatchServer:
     """
 
     def __init__(self, tasks: TaskConfig, worker_id: int, line: Line) -> None:
-        config, self._arena = tasks.config, tasks.arena
-        self._config, self._is_debugging = config, tasks.is_debugging
+        self._tasks, self._arena, self._timer = tasks, tasks.arena, Timer()
         self.where = f"in DataLoader worker process {worker_id}"
-        self._admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
-        self._timer = Timer()
-        self.writer = self._state_writer = SlotWriter(tasks.arena, self._admission)
+        admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
+        self.writer = self._state_writer = SlotWriter(tasks.arena, admission)
         self._state_slot: Slot | None = None
         if tasks.state_slot_count:
             self._state_slot = tasks.arena.slots[worker_id - tasks.state_slot_count]
-            self._state_writer = SlotWriter(tasks.arena, self._admission)
+            self._state_writer = SlotWriter(tasks.arena, admission)
         self.dataset = WorkerDataset(
-            config, worker_id, self.where, self.writer, self._timer, line.set_sample
+            tasks.config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
         # Whether the user's code is offered memory of slots. Code that has kept some gets ordinary
         # memory, which is copied to the slot.
-        self._offers = not config.auto_collation
+        self._offers = not tasks.config.auto_collation
         # The layout by which the main process reads this worker's next batch, unless a new one
         # comes with the batch.
         self._last_layout = b""
@@ -106,37 +104,29 @@ class BatchServer:
                 end_if_forked(pid)
                 if not dataset.has_ended:
                     error = RemoteError.of(caught, self.where)
-            if getpid() != pid:
-                end_if_forked(pid)
         if writer.part():
             self._offers = False
         if dataset.has_ended:
-            beginning = dataset.next_beginning() if self._config.is_persistent else None
+            beginning = dataset.next_beginning() if self._tasks.config.is_persistent else None
             return messages.pack(messages.StreamEnded(seq, epoch, beginning))
-        used_bytes, fingerprint = writer.used_bytes, dataset.fingerprint
-        if self._config.snapshot_every:
+        used_bytes, check = writer.used_bytes, None
+        if self._tasks.config.snapshot_every:
             snapshot, error = self._save_state(error)
         report = dataset.pop_report() if dataset.has_report else None
-        answer: Answer
-        if is_empty or error is not None:
-            answer = (
-                Empty(report, snapshot)
-                if error is None
-                else Failure(error, report, snapshot, fingerprint, dataset.is_lost)
-            )
-            return messages.pack(
-                messages.Answered(seq, epoch, slot_id, writer.touched_bytes, answer)
-            )
-        check = None
-        if self._is_debugging:
+        is_failed = is_empty or error is not None
+        if is_failed:
+            layout, used_bytes = None, writer.touched_bytes
+        elif self._tasks.is_debugging:
             self._arena.reach(slot, used_bytes)
             check = (used_bytes, checksum(slot, used_bytes))
-        if (layout, check, report, snapshot, fingerprint) == (None, None, None, None, None):
+        unusual = layout, check, report, snapshot, dataset.fingerprint
+        if not is_failed and unusual == (None,) * 5:
             head = messages.DONE_HEAD.pack(messages.DONE, seq, epoch, slot_id, used_bytes)
             return head + self._timer.read()
-        answer = Batch(None, report, self._timer.read(), used_bytes)
+        answer = Answer(None, report, self._timer.read(), used_bytes, error)
+        answer.is_empty, answer.is_final = is_empty and error is None, dataset.is_lost
         answer.check, answer.snapshot = check, snapshot
-        answer.fingerprint, answer.state_ns = fingerprint, dataset.state_ns
+        answer.fingerprint, answer.state_ns = dataset.fingerprint, dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:
@@ -180,11 +170,15 @@ class BatchServer:
             SharedMemoryError: If the batch does not fit the slot.
         """
         flat: FlatLayouts | None = batch if type(batch) is FlatLayout else None
-        if type(batch) is list and self._config.may_shard and FlatLayout in map(type, batch):
+        if type(batch) is list and self._tasks.config.may_shard and FlatLayout in map(type, batch):
             if {*map(type, batch)} == {FlatLayout}:
                 flat = tuple(batch)
-            else:  # some shards had to be pickled
-                batch = [self._read_back(shard) for shard in batch]
+            else:  # some shards had to be pickled; the others lie in the slot
+                slot = self.writer.slot
+                batch = [
+                    FlatReader(one).read(slot, None) if type(one) is FlatLayout else one
+                    for one in batch
+                ]
         if flat is None:
             pickled = pickle_or_explain(batch, by_value=self.dataset.by_value)
             layout = write_batch(pickled, self.writer, spill_bytes=messages.INLINE_BYTES // 2)
@@ -195,9 +189,3 @@ class BatchServer:
         # Set after the write: the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
         return data if is_new else None
-
-    def _read_back(self, shard: Any) -> Any:
-        """Return the batch of a shard, which may lie in the slot."""
-        if type(shard) is not FlatLayout:
-            return shard
-        return FlatReader(shard).read(self.writer.slot, None)

@@ -41,7 +41,7 @@ from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.interruptions import Caught, Wakeup, attempt
 from shmloader.pools import Events
-from shmloader.pools.answers import Death, Failure, ObjectPool
+from shmloader.pools.answers import Answer, Death, ObjectPool
 from shmloader.pools.executor_task import make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
@@ -118,12 +118,13 @@ class ExecutorPool(ObjectPool):
 
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: Any, epoch: int) -> Failure | None:
+    def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Submit a ticket's task."""
         # Pickling the user's keys may raise anything.
         indices = attempt(pickle.dumps, ticket.indices, pickle.HIGHEST_PROTOCOL)
         if isinstance(indices, Caught):
-            return Failure(RemoteError.of(indices.error, "while sending indices to the executor"))
+            where = "while sending indices to the executor"
+            return Answer(error=RemoteError.of(indices.error, where))
         sent = _Sent(ticket.seq, epoch, ticket.worker_id, indices, time.monotonic_ns())
         self._tasks[ticket.seq] = sent
         self._submit(sent, self._reference)

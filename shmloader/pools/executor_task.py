@@ -38,7 +38,7 @@ from shmloader.insight.measurements import pack_work, work_of
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter, install
-from shmloader.pools.answers import Answer, Batch, Failure, make_answer
+from shmloader.pools.answers import Answer, make_answer
 from shmloader.pools.worker_dataset import WorkerDataset, introduce
 from shmloader.process_state import PROCESS
 from shmloader.sampling.rng import GlobalState
@@ -101,15 +101,13 @@ def make_batch(
         except MissingPayloadError:
             return pid, ""
         except Exception:  # noqa: BLE001 - it is the answer
-            return pid, "", *_pack(Failure(RemoteError.caught(where)))
+            return pid, "", *_pack(Answer(error=RemoteError.caught(where)))
         return pid, "", *maker.make(indices, dataset_epoch)
 
 
 def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
     """Return an answer, and its packed batch beside it, as values that any executor can send."""
-    content = None
-    if isinstance(answer, Batch):
-        content, answer.content = answer.content, None
+    content, answer.content = answer.content, None
     return pickle.dumps(answer), content
 
 
@@ -119,17 +117,17 @@ def read_answer(packed: bytes, content: Any, done_ns: int) -> Answer:
     ``packed`` is the answer, and ``content`` what :func:`pack_batch` returned of its batch.
     """
     answer: Answer = pickle.loads(packed)
-    if isinstance(answer, Batch):
+    if content is not None:
         batch = attempt(unpack_batch, *content)
         if isinstance(batch, Caught):  # unpickling the user's objects may raise anything
-            error = RemoteError.of(batch.error, "while reading a batch in the main process")
-            return Failure(error, answer.report)
+            answer.error = RemoteError.of(batch.error, "while reading a batch in the main process")
+        else:
+            answer.content = batch
         # The other process's clock may be another one, so only durations count. The rest of the
         # time since the task was sent is put before the work.
         assert answer.times is not None
         _, *work_ns, sample_count = work_of(answer.times)
         answer.times = pack_work(done_ns - sum(work_ns), *work_ns, sample_count)
-        answer.content = batch
     return answer
 
 
@@ -221,7 +219,7 @@ class _Maker:
         """Make a task's batch. Returns the first arguments of :func:`read_answer`."""
         dataset = self._dataset
         if dataset.error is not None:
-            return _pack(Failure(dataset.error))
+            return _pack(Answer(error=dataset.error))
 
         def make() -> tuple[Any, ...]:
             with explained_missing():

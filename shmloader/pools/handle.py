@@ -109,10 +109,15 @@ class WorkerHandle(Outbox):
 def end_all(workers: list[WorkerHandle], grace_s: float) -> None:
     """Wait for workers to end, reap them, and close their descriptors. May be called again.
 
+    Those that ranks share go on: only the descriptors are closed.
+
     Args:
         workers: Workers that have been told to end.
         grace_s: Seconds in which they may end by themselves. Then they get SIGTERM, and SIGKILL.
     """
+    for worker in workers:
+        if worker.process is None:
+            worker.close_pidfd()
     steps = ((grace_s, signal.SIGTERM), (_TERMINATE_S, signal.SIGKILL), (KILL_S, None))
     for wait_s, then in steps:
         deadline = time.monotonic() + wait_s
@@ -125,7 +130,8 @@ def end_all(workers: list[WorkerHandle], grace_s: float) -> None:
 
 
 def end_unused(worker: WorkerHandle) -> None:
-    """Kill a worker that was sent no task, and reap it."""
-    worker.send_signal(signal.SIGKILL)
+    """Kill a worker that was sent no task, and reap it, unless ranks share it."""
+    if worker.process is not None:
+        worker.send_signal(signal.SIGKILL)
     worker.hang_up()
     end_all([worker], 0.0)

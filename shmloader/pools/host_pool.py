@@ -13,11 +13,13 @@ comes first starts the nursery; after that, all ranks are equal. Each rank has a
 worker's process, so it sees a worker's death as that of a worker of its own.
 """
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from shmloader.batch.content_hash import digests_of
 from shmloader.batch.payload import Payload
@@ -28,7 +30,7 @@ from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.nursery import Nursery, start_nursery
 from shmloader.pools.nursery_process import Demand, Facts, HostStart
-from shmloader.pools.starting import pickle_for_workers, raise_with_remedy
+from shmloader.pools.starting import pickle_for_workers, remedied
 from shmloader.pools.status_page import StatusPage
 from shmloader.process_state import PROCESS
 
@@ -99,17 +101,14 @@ def open_host_pool(
     objects = (dataset, worker_init_fn)
     while True:
         meeting = Meeting(f"workers {number}", rank, is_alone=is_alone)
-        nursery = None
         if meeting.is_host:
             nursery = _start(meeting, objects, base_seed, facts, adapter)
-        nursery = nursery or Nursery(meeting.detach())
-        try:
+        else:
+            nursery = Nursery(meeting.detach())
+        # If the rank that should have started the nursery has failed with an error, this one tries.
+        with contextlib.suppress(ConnectionError):
             found = nursery.await_facts()
-        except ConnectionError:
-            # The rank that should have started the nursery has failed with an error. This one
-            # tries.
-            continue
-        break
+            break
     _check(facts, found)
     pool = HostPool(nursery, number, found.worker_count, meeting.name, objects)
     PROCESS.host_pools[key] = pool
@@ -118,27 +117,15 @@ def open_host_pool(
     return pool
 
 
-def _start(
-    meeting: Meeting,
-    objects: tuple[object, ...],
-    base_seed: int,
-    facts: Facts,
-    adapter: Adapter | None,
-) -> Nursery:
+def _start(meeting: Meeting, objects: tuple[object, ...], *about: Any) -> Nursery:
     """Start the nursery, at which the other ranks will arrive."""
-    try:
-        payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
-        try:
-            return start_nursery(
-                HostStart(meeting.detach(), meeting.roll, payload, base_seed, facts, adapter)
-            )
-        finally:
-            payload.close()
-    except OSError as error:
-        raise_with_remedy(error)
-        raise
-    finally:
-        meeting.close()
+    names = ("dataset", "worker_init_fn")
+    with (
+        contextlib.closing(meeting),
+        remedied(),
+        contextlib.closing(pickle_for_workers(objects, names, "spawn")) as payload,
+    ):
+        return start_nursery(HostStart(meeting.detach(), meeting.roll, payload, *about))
 
 
 def _check(ours: Facts, theirs: Facts) -> None:
@@ -225,11 +212,6 @@ class SharedWorkers:
             raise
         finally:
             self._channel = None
-
-    def end(self, workers: list[WorkerHandle], grace_s: float) -> None:  # noqa: ARG002 - not ours
-        """Leave workers whose sockets were closed."""
-        for worker in workers:
-            worker.close_pidfd()
 
     def finish(self) -> None:
         """Do nothing: a worker that another rank loses is replaced here, too."""

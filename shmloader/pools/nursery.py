@@ -50,12 +50,7 @@ from shmloader.batch.payload import Payload, unimportable_main_hidden
 from shmloader.errors import WorkerDiedError
 from shmloader.interruptions import SIGNAL_S, Suppressed, uninterruptible
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.forking import (
-    Descriptors,
-    is_readable,
-    name_of,
-    sigint_blocked,
-)
+from shmloader.pools.forking import Descriptors, is_readable, name_of, sigint_blocked
 from shmloader.pools.nursery_process import Demand, Facts, HostStart, Report, serve
 from shmloader.process_state import PROCESS
 
@@ -93,9 +88,7 @@ def start_nursery(start: HostStart | None) -> "Nursery":
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = multiprocessing.get_context("spawn").Process(
-        target=serve,
-        name=name_of("nursery"),
-        args=(theirs, start),
+        target=serve, name=name_of("nursery"), args=(theirs, start)
     )
     nursery = Nursery(ours, process, is_own=start is None)
     with theirs, sigint_blocked(is_fresh=True), unimportable_main_hidden():
@@ -124,15 +117,16 @@ class Nursery:
     surroundings: tuple[object, ...] = ()
     pid = 0
 
+    _facts: Facts | None = None
+    _forked: tuple[Report, Descriptors] | None = None
+    _wanted_count: int | None = None
+
     def __init__(
         self, channel: socket.socket, process: Any = None, *, is_own: bool = False
     ) -> None:
         self._lock = threading.Lock()
         self._channel, self._process = channel, process
-        self._facts: Facts | None = None
-        self._forked: tuple[Report, Descriptors] | None = None
         self._codes: dict[int, int | None] = {}
-        self._wanted_count: int | None = None
         channel.setblocking(True)  # whatever socket.setdefaulttimeout() says
         self.close = weakref.finalize(self, _close, os.getpid(), channel, process, is_own)
         PROCESS.meetings.add(channel)
@@ -181,11 +175,8 @@ class Nursery:
             OSError: If there are no descriptors or processes left.
             WorkerDiedError: If the nursery has ended.
         """
-        payload = Payload(process)
-        try:
+        with contextlib.closing(Payload(process)) as payload:
             return self._ask_for_worker(payload.send)
-        finally:
-            payload.close()
 
     def attach(self, worker_id: int, descriptor: int) -> tuple[int, Descriptors]:
         """Send a worker of the ranks' a socket. Returns and raises as :meth:`fork`."""
@@ -209,7 +200,8 @@ class Nursery:
                 self._raise_end(error)
             raise
         if not found.numbers():
-            raise OSError(number or errno.EMFILE, os.strerror(number or errno.EMFILE))
+            number = number or errno.EMFILE
+            raise OSError(number, os.strerror(number))
         return pid, found
 
     def tell(self, demand: Demand) -> None:

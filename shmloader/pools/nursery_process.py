@@ -106,14 +106,12 @@ class HostStart:
     adapter: Adapter | None
 
 
-@dataclass(eq=False)
-class _Shared:
+class _Shared(NamedTuple):
     """A worker that ranks share.
 
     ``channel`` takes the sockets of ranks to it; it ends when this is closed.
     """
 
-    worker_id: int
     pid: int
     pidfd: int
     channel: socket.socket
@@ -144,8 +142,7 @@ class _Server:
     """State of the nursery between two events."""
 
     def __init__(self, start: HostStart | None, child_handler: Any) -> None:
-        self._start = start
-        self._child_handler = child_handler
+        self._start, self._child_handler = start, child_handler
         self._poll = select.poll()
         self._clients: dict[int, socket.socket] = {}
         # Process ids, and what owns their descriptors, by the numbers of these.
@@ -157,7 +154,6 @@ class _Server:
         else:
             self._parent_death = ParentDeathPipe()
             self._facts = start.facts
-            self._roll = start.roll
             self._poll.register(start.listener, select.POLLIN)
 
     def run(self, channel: socket.socket) -> None:
@@ -171,10 +167,16 @@ class _Server:
                     self._follow(self._clients[fd])
                 elif self._start is not None and fd == self._start.listener.fileno():
                     client = self._start.listener.accept()[0]
-                    if self._roll.admit(client):
+                    if self._start.roll.admit(client):
                         self._add(client)
         if self._start is not None:
-            self._end_workers(self._start.listener)
+            # Workers that do not end in time are killed as this process ends.
+            self._start.listener.close()
+            for worker in self._workers.values():
+                worker.channel.close()
+            deadline = time.monotonic() + _GRACE_S
+            for pidfd in self._children:
+                is_readable(pidfd, deadline - time.monotonic())
 
     # Clients -----------------------------------------------------------------------------
 
@@ -231,11 +233,8 @@ class _Server:
 
     def _fork_process(self, client: socket.socket) -> None:
         """Fork the process of multiprocessing's that a client sends."""
-        payload = receive_payload(client)
-        try:
+        with contextlib.closing(receive_payload(client)) as payload:
             pid, pidfd = self._fork(lambda: run_process(payload.load))
-        finally:
-            payload.close()
         self._send(client, Report("forked", pid), pidfd)
 
     def _reap(self, pidfd: int) -> None:
@@ -244,9 +243,9 @@ class _Server:
         self._poll.unregister(pidfd)
         code = exit_code_of_child(pid)
         owned.close_all()
-        for worker in list(self._workers.values()):
+        for worker_id, worker in list(self._workers.items()):
             if worker.pid == pid:
-                self._workers.pop(worker.worker_id).channel.close()
+                self._workers.pop(worker_id).channel.close()
         for client in self._clients.values():
             self._send(client, Report("ended", pid, code))
 
@@ -261,8 +260,7 @@ class _Server:
             if self._adapter is not None:
                 self._adapt(self._adapter, client, message)
             return
-        # If no descriptor came, this process has none left.
-        if not descriptors:
+        if not descriptors:  # this process has none left
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         with socket.socket(fileno=descriptors[0]) as channel:
             self._attach(client, message, channel)
@@ -302,14 +300,10 @@ class _Server:
         start = self._start
         assert start is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        about = WorkerStart(
-            worker_id, start.facts.worker_count, start.base_seed, self._parent_death
-        )
+        count, seed, pipe = start.facts.worker_count, start.base_seed, self._parent_death
+        arguments = start.payload, theirs, WorkerStart(worker_id, count, seed, pipe)
         process = multiprocessing.get_context("fork").Process(
-            target=worker_main,
-            name=name_of(worker_id),
-            args=(start.payload, theirs, about),
-            daemon=True,
+            target=worker_main, name=name_of(worker_id), args=arguments, daemon=True
         )
 
         def run() -> NoReturn:
@@ -318,17 +312,7 @@ class _Server:
 
         with theirs:
             try:
-                pid, pidfd = self._fork(run)
+                return _Shared(*self._fork(run), ours)
             except OSError:
                 ours.close()
                 raise
-        return _Shared(worker_id, pid, pidfd, ours)
-
-    def _end_workers(self, listener: socket.socket) -> None:
-        """End all workers. Those that do not end in time are killed as this process ends."""
-        listener.close()
-        for worker in self._workers.values():
-            worker.channel.close()
-        deadline = time.monotonic() + _GRACE_S
-        for pidfd in self._children:
-            is_readable(pidfd, deadline - time.monotonic())

@@ -1,6 +1,5 @@
 """The pool whose workers are processes of this machine, and whose batches come in slots."""
 
-import dataclasses
 import pickle
 import select
 from typing import Any
@@ -15,9 +14,9 @@ from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import DONE, NO_EPOCH, RECEIVE_BYTES, TASK
 from shmloader.pools import Events
-from shmloader.pools.answers import Answer, Batch, Failure, read_layout
+from shmloader.pools.answers import Answer, read_layout
 from shmloader.pools.batch_server import TaskConfig
-from shmloader.pools.slot_memory import PageLocker, SlotMemory
+from shmloader.pools.slot_memory import SlotMemory
 from shmloader.pools.task_queue import LOOKS, receive
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.sampling.indices import IndexArray
@@ -48,7 +47,7 @@ class ProcessPool(WorkerProcesses):
         starter: Any,
         tasks: TaskConfig,
         count: int,
-        locker: PageLocker | None = None,
+        locker: Any = None,
         *,
         may_replace: bool = True,
         grace_s: float = _GRACE_S,
@@ -61,7 +60,7 @@ class ProcessPool(WorkerProcesses):
 
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: Any, epoch: int) -> Failure | None:
+    def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Send a ticket's task."""
         slot_id, hung, memory = ticket.slot_id, ticket.hung, self.memory
         if memory.is_short:
@@ -76,7 +75,7 @@ class ProcessPool(WorkerProcesses):
                 raise
             # Pickling the user's keys may raise anything.
             where = "while sending indices to a DataLoader worker process"
-            return Failure(RemoteError.caught(where))
+            return Answer(error=RemoteError.caught(where))
         touched_bytes = memory.slots[slot_id].touched_bytes
         told = self.dataset_epoch
         if hung or spilled is not None:
@@ -116,7 +115,7 @@ class ProcessPool(WorkerProcesses):
 
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes."""
-        for piece in messages.pieces(messages.pack(messages.ResumeStream(checkpoint.dumps()))):
+        for piece in messages.pieces(messages.pack(messages.ResumeStream(checkpoint))):
             self._send(worker_id, piece)
 
     # Events ------------------------------------------------------------------------------
@@ -145,11 +144,10 @@ class ProcessPool(WorkerProcesses):
             memory.count_pages(slot_id, used_bytes)
         memory.recent_bytes = max(memory.recent_bytes, used_bytes)
         memory.batches += 1
-        answer: Answer
         if isinstance(reader, RemoteError):
-            answer = Failure(reader)
+            answer = Answer(error=reader)
         else:
-            answer = Batch(reader, None, data[_HEAD_BYTES:], used_bytes)
+            answer = Answer(reader, None, data[_HEAD_BYTES:], used_bytes)
             if reader.lends:
                 answer.lends = True
         events.answered(seq, epoch, worker_id, answer)
@@ -164,35 +162,25 @@ class ProcessPool(WorkerProcesses):
             seq, epoch, slot_id, touched_bytes, answer, layout = message
             self.memory.count_pages(slot_id, touched_bytes)
             if isinstance(answer.snapshot, messages.InSlot):
-                state = self._copy_out(*answer.snapshot)
-                if isinstance(answer, Batch):
-                    answer.snapshot = state
-                else:
-                    answer = dataclasses.replace(answer, snapshot=state)
-            if isinstance(answer, Batch):
+                answer.snapshot = self._copy_out(*answer.snapshot)
+            if answer.error is None and not answer.is_empty:
                 self.memory.count_batch(slot_id, answer.nbytes)
-                answer = self._read(worker_id, answer, layout)
+                worker = self.handles[worker_id]
+                if layout is not None:
+                    worker.reader = read_layout(layout, [each.reader for each in self.handles])
+                if isinstance(worker.reader, RemoteError):
+                    answer.error = worker.reader
+                else:
+                    answer.content, answer.lends = worker.reader, worker.reader.lends
             events.answered(seq, epoch, worker_id, answer)
         elif isinstance(message, messages.StreamEnded):
-            beginning = Checkpoint.loads(message.beginning)
-            events.stream_ended(message.seq, message.epoch, beginning)
+            events.stream_ended(message.seq, message.epoch, message.beginning or Checkpoint())
         elif isinstance(message, messages.EpochStarted):
             events.epoch_entered(worker_id, message.beginning)
         elif isinstance(message, messages.Left):
             events.left(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
-
-    def _read(self, worker_id: int, batch: Batch, layout: bytes | None) -> Batch | Failure:
-        """Return a batch with the reader of its layout."""
-        worker = self.handles[worker_id]
-        if layout is not None:
-            worker.reader = read_layout(layout, [each.reader for each in self.handles])
-        reader = worker.reader
-        if isinstance(reader, RemoteError):
-            return Failure(reader, batch.report)
-        batch.content, batch.lends = reader, reader.lends
-        return batch
 
     def _copy_out(self, slot_id: int, offset: int, nbytes: int) -> bytes:
         """Return a copy of bytes that lie in a slot."""

@@ -6,8 +6,7 @@ The scheduler keeps the slots' states (:mod:`shmloader.engine.records`). The are
 
 import collections
 import os
-from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 from shmloader.insight.measurements import Counts
 from shmloader.memory.arena import Arena, Lease, Slot, has_excess
@@ -17,19 +16,6 @@ from shmloader.memory.limits import MemoryAdmission
 # each search reduces the weight of what earlier batches needed.
 TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
-
-
-class PageLocker(Protocol):
-    """Locks the pages of slots that a device reads."""
-
-    def lock(self, slot: Slot, nbytes: int) -> None:
-        """Lock the first ``nbytes`` of a slot, unless they are locked."""
-
-    def unlock(self, slot: Slot) -> None:
-        """Unlock a slot, whose memory may be given back and unmapped then."""
-
-    def end_reads(self, slots: Iterable[Slot]) -> None:
-        """Wait until no device reads these slots, and allow no further copies of them."""
 
 
 class SlotMemory:
@@ -47,25 +33,26 @@ class SlotMemory:
         is_short: Whether free slots give their pages back, since there may not be enough memory for
             all slots of a plain loop and for samples.
         counts: Counts how slots grow.
+
+    Args:
+        arena: The arena.
+        locker: The :class:`~shmloader.device.device.PageLocks` of the devices that read slots;
+            None if none does.
+        admission: Checks that there is memory; None for no check.
     """
 
+    recent_bytes = 0.0
+    batches = 0
+    is_short = False
+
     def __init__(
-        self,
-        arena: Arena,
-        locker: PageLocker | None = None,
-        admission: MemoryAdmission | None = None,
+        self, arena: Arena, locker: Any = None, admission: MemoryAdmission | None = None
     ) -> None:
-        self.arena = arena
-        arena.is_read_by_device = locker is not None
+        self.arena, self.slots = arena, arena.slots
+        self.locks_pages = arena.is_read_by_device = locker is not None
         self.ended: collections.deque[Lease] = collections.deque()
-        self.slots = arena.slots
-        self.locks_pages = locker is not None
-        self._locker = locker
-        self._admission = admission
+        self._locker, self._admission = locker, admission
         self._owner_pid = os.getpid()
-        self.recent_bytes = 0.0
-        self.batches = 0
-        self.is_short = False
         self.counts = Counts(slot_count=len(arena.slots))
 
     def mapped(self, slot_id: int, end: int = 0) -> Slot:
@@ -143,9 +130,7 @@ class SlotMemory:
 
     def lock(self, slot_id: int) -> Slot:
         """Return a slot that is mapped, its batch's pages locked if a device reads them."""
-        slot = self.slots[slot_id]
-        if slot.nbytes < slot.touched_bytes:
-            self.mapped(slot_id)
+        slot = self.mapped(slot_id)
         if self._locker is not None:
             self._locker.lock(slot, slot.touched_bytes)
         return slot
@@ -154,8 +139,7 @@ class SlotMemory:
         """Free all slots, except for memory under live views. May be called again."""
         slots = self.slots
         if self._locker is not None:
-            # Several devices may still read the lent ones.
-            self._locker.end_reads(slots)
+            self._locker.end_reads(slots)  # several devices may still read the lent ones
         if os.getpid() == self._owner_pid:
             # One lent slot keeps the file, which must not keep the pages of all the others.
             for slot in slots:

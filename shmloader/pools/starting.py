@@ -5,7 +5,6 @@ may (:mod:`shmloader.pools.nursery`).
 """
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import logging
@@ -13,7 +12,7 @@ import multiprocessing
 import socket
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import context
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -32,7 +31,7 @@ from shmloader.pools.forking import (
     name_of,
     sigint_blocked,
 )
-from shmloader.pools.handle import WorkerHandle, end_all, end_unused
+from shmloader.pools.handle import WorkerHandle, end_unused
 from shmloader.pools.nursery import Nursery, nursery_of_process
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.worker import WorkerStart, worker_main
@@ -71,6 +70,13 @@ _PICKLE_WARNING = (
     "The error that follows says which part is not."
 )
 
+_REMEDIES = {
+    errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
+    errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
+    errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
+    errno.ENOMEM: "make more memory available",
+}
+
 _OPEN_IN_WORKER = (
     "Open it in the worker: set it to None in __init__, and create it when it is first used. "
     "worker_init_fn can do that, too: torch.utils.data.get_worker_info().dataset is the worker's "
@@ -79,7 +85,7 @@ _OPEN_IN_WORKER = (
 
 
 class OwnWorkers:
-    """Starts and ends the workers of one pool, and owns the objects that all of them get.
+    """Starts the workers of one pool, and owns the objects that all of them get.
 
     Attributes:
         page: Shows what each worker is doing.
@@ -113,7 +119,7 @@ class OwnWorkers:
         # Whether its processes are multiprocessing's own, and not those of a user's class.
         self._is_plain = getattr(self._context.Process, "_Popen", None) in _POPENS
         self._objects, self._names = objects, names
-        self._arguments = worker_count, base_seed, tasks
+        self._worker_count, self._base_seed, self._tasks = worker_count, base_seed, tasks
         self._payload: Payload | ForkedPayload | None = None
         # The main process's end of the socket pair of the worker that is being started.
         self._channel: socket.socket | None = None
@@ -127,10 +133,8 @@ class OwnWorkers:
                 which part of it.
             OSError: If there are no descriptors or processes left.
         """
-        worker_count, base_seed, tasks = self._arguments
-        pipe = self._parent_death = ParentDeathPipe()
-        self.page = StatusPage(worker_count)
-        self._start = WorkerStart(0, worker_count, base_seed, pipe, (tasks, self.page))
+        self._parent_death = ParentDeathPipe()
+        self.page = StatusPage(self._worker_count)
         if self._method == "fork":
             self._payload = ForkedPayload(self._objects)
         else:
@@ -161,20 +165,19 @@ class OwnWorkers:
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
         """Start a worker. With ``reports``, it first reports that torch's generator is free."""
         assert self.page is not None
+        assert self._parent_death is not None
         self.page.clear(worker_id)
         is_fork = self._method == "fork"
         if not is_fork:
             self.nursery = self._find_nursery(is_awaited=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
-        start = dataclasses.replace(self._start, worker_id=worker_id, reports=reports)
-        assert start.client is not None
-        closer = functools.partial(close_inherited, start.client[0].arena) if is_fork else None
+        shared = self._worker_count, self._base_seed, self._parent_death
+        start = WorkerStart(worker_id, *shared, (self._tasks, self.page), reports)
+        closer = functools.partial(close_inherited, self._tasks.arena) if is_fork else None
+        arguments = self._payload, theirs, start, closer
         process = self._context.Process(
-            target=worker_main,
-            name=name_of(worker_id),
-            args=(self._payload, theirs, start, closer),
-            daemon=True,
+            target=worker_main, name=name_of(worker_id), args=arguments, daemon=True
         )
         if self._is_plain and (is_fork or self.nursery):
             process._Popen = functools.partial(ForkedProcess, nursery=self.nursery)
@@ -211,10 +214,6 @@ class OwnWorkers:
             PROCESS.imports_threads = True
             return None
         return nursery
-
-    def end(self, workers: list[WorkerHandle], grace_s: float) -> None:
-        """Wait for workers that have been told to end, end those that do not, and reap them."""
-        end_all(workers, grace_s)
 
     def finish(self) -> None:
         """Close what only new workers need. No worker may be started afterwards."""
@@ -265,18 +264,18 @@ def close_inherited(own: Arena | None = None) -> None:
         own.leave_to_parent()
 
 
-def raise_with_remedy(error: OSError) -> None:
-    """Raise an error of a worker's start again, with a remedy, if a limit has caused it.
+@contextlib.contextmanager
+def remedied() -> Iterator[None]:
+    """Add a remedy to an OSError of a worker's start, if a limit has caused it.
 
     Raises:
-        OSError: With the same number, and ``error`` as its cause.
+        OSError: With the same number, and the error as its cause.
     """
-    remedy = {
-        errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
-        errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
-        errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
-        errno.ENOMEM: "make more memory available",
-    }.get(error.errno or 0)
-    if remedy is not None:
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            raise
         text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
         raise OSError(error.errno, f"{text}num_workers.") from error

@@ -23,16 +23,15 @@ from shmloader.insight.measurements import read_file
 from shmloader.memory.arena import MEMFD_NAME, map_range
 from shmloader.pools.forking import Descriptors
 
-# A line: phase, epoch, seq, time.monotonic_ns() when the phase began.
-_LINE = struct.Struct("=4q")
+# A line: phase, epoch, seq, time.monotonic_ns() when the phase began, and _SAMPLE and _HELD.
+_PHASE, _LINE = struct.Struct("=4q"), struct.Struct("=7q")
 # The sample in work and its deadline, if there is a sample_timeout: see SampleWatch.
-_SAMPLE = struct.Struct("=2q")
-# Two cache lines for each worker, since processors fetch them in pairs.
-_LINE_BYTES = 128
-_SAMPLE_AT = _LINE.size
+_SAMPLE, _SAMPLE_AT = struct.Struct("=2q"), _PHASE.size
+# Two cache lines for each worker, since processors fetch them in pairs; in words of eight bytes.
+_LINE_BYTES, _WORDS = 128, 16
 # Which task of the queue the worker has: its number plus FIRST_TASK, NO_TASK, or RECEIVING while it
 # may be receiving one. It is written in one piece, so it is right even if the worker is killed.
-_HELD_AT = _SAMPLE_AT + _SAMPLE.size
+_HELD = 6
 RECEIVING, NO_TASK, FIRST_TASK = range(3)
 
 #: Asks a worker for its stack. Python, torch and their libraries do not use real-time signals.
@@ -124,21 +123,18 @@ class StatusPage:
 
     def clear(self, worker_id: int) -> None:
         """Reset a worker's line before the worker starts."""
-        offset = worker_id * _LINE_BYTES
-        _LINE.pack_into(self._words, offset, 0, 0, 0, time.monotonic_ns())
-        _SAMPLE.pack_into(self._words, offset + _SAMPLE_AT, NO_SAMPLE, 0)
-        self._words[(offset + _HELD_AT) // 8] = NO_TASK
+        values = 0, 0, 0, time.monotonic_ns(), NO_SAMPLE, 0, NO_TASK
+        _LINE.pack_into(self._words, worker_id * _LINE_BYTES, *values)
 
     def held(self, worker_id: int) -> int:
         """Return which task of the queue a worker has: its number plus FIRST_TASK, or a state."""
-        held: int = self._words[(worker_id * _LINE_BYTES + _HELD_AT) // 8]
+        held: int = self._words[worker_id * _WORDS + _HELD]
         return held
 
     def read(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died."""
-        offset = worker_id * _LINE_BYTES
-        phase, epoch, seq, since = _LINE.unpack_from(self._words, offset)
-        sample, deadline = _SAMPLE.unpack_from(self._words, offset + _SAMPLE_AT)
+        line = _LINE.unpack_from(self._words, worker_id * _LINE_BYTES)
+        phase, epoch, seq, since, sample, deadline, _ = line
         if not deadline:  # the worker is between writing the number and the deadline
             sample = NO_SAMPLE
         now = time.monotonic_ns()
@@ -187,8 +183,7 @@ class Line:
 
     def __init__(self, words: memoryview, stack: Descriptors, worker_id: int) -> None:
         self._words, self._stack = words, stack
-        self._offset = worker_id * _LINE_BYTES
-        held_at = (self._offset + _HELD_AT) // 8
+        self._offset, held_at = worker_id * _LINE_BYTES, worker_id * _WORDS + _HELD
         self.held = words[held_at : held_at + 1]
         self.show_stack()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
@@ -209,7 +204,7 @@ class Line:
 
     def set(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
         """Write what this worker is doing from now on."""
-        _LINE.pack_into(self._words, self._offset, phase, epoch, seq, time.monotonic_ns())
+        _PHASE.pack_into(self._words, self._offset, phase, epoch, seq, time.monotonic_ns())
 
     def set_sample(self, number: int, deadline_ns: int) -> None:
         """Write the number and the deadline of the sample in work."""

@@ -49,7 +49,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
 from shmloader.pools import Events
-from shmloader.pools.answers import Answer, Failure, ObjectPool, make_answer
+from shmloader.pools.answers import Answer, ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads import BackgroundThread, is_exiting, may_wait
 
@@ -187,7 +187,7 @@ class _Worker(BackgroundThread):
             try:
                 init_fn(self._worker_id)
             except BaseException:  # noqa: BLE001 - the answer to each task
-                failure = Failure(RemoteError.caught(self._where))
+                failure = Answer(error=RemoteError.caught(self._where))
         del init_fn
         while self._serve_one(failure):
             pass
@@ -200,7 +200,7 @@ class _Worker(BackgroundThread):
     def _set(self, phase: Phase, task: _Task | None = None) -> None:
         self._at_work = phase, task or self._no_task, time.monotonic()
 
-    def _serve_one(self, failure: Failure | None) -> bool:
+    def _serve_one(self, failure: Answer | None) -> bool:
         """Take a task and answer it. Returns False if the thread is to end."""
         self._set(Phase.IDLE)
         pool = self._pool

@@ -108,9 +108,7 @@ def worker_main(
         FAULTS.reach("worker.start")
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     start.parent_death.hold()
-    client = None
-    if start.client is not None:  # before what this process has inherited is closed
-        client = _Client(channel, *start.client, start.worker_id)
+    worker = _Worker(start, channel)  # before what this process has inherited is closed
     if close_inherited is not None:
         close_inherited()
         # A thread that this process does not have may hold the lock of NumPy's generator.
@@ -124,7 +122,7 @@ def worker_main(
     try:
         if start.reports:
             report_unlocked(channel)
-        _Worker(start, channel, client).run(payload)
+        worker.run(payload)
     except ConnectionError:
         return  # the main process is gone, or has closed the loader
     except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -142,19 +140,18 @@ def report_unlocked(channel: socket.socket) -> None:
 class _Client:
     """One client of this worker: its socket, its queue, and what makes its batches.
 
-    The worker sets ``poll``, by which it waits for messages.
+    ``poll`` is what the worker waits for messages by, and watches the socket already.
     """
-
-    poll: select.epoll
 
     def __init__(
         self,
+        poll: select.epoll,
         channel: socket.socket,
         tasks: TaskConfig,
         page: StatusPage,
         worker_id: int,
     ) -> None:
-        self.channel, self._tasks = channel, tasks
+        self._poll, self.channel, self._tasks = poll, channel, tasks
         self.line = page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
         self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
@@ -207,8 +204,7 @@ class _Client:
             beginning = self.server.dataset.start_epoch(message.dataset_epoch)
             self._send(messages.pack(messages.EpochStarted(beginning)))
         elif isinstance(message, messages.ResumeStream):
-            if message.checkpoint:
-                self.server.dataset.resume(message.checkpoint)
+            self.server.dataset.resume(message.checkpoint)
             self._serve_queue(is_served=True)
         elif isinstance(message, messages.Leave):
             self._serve_queue(is_served=False)
@@ -224,10 +220,10 @@ class _Client:
             return
         if is_received:
             self._sockets = (self.channel, self._queue)
-            watch_queue(self.poll, self._queue)
+            watch_queue(self._poll, self._queue)
         else:
             self._sockets = (self.channel,)
-            self.poll.unregister(self._queue)
+            self._poll.unregister(self._queue)
 
     def look_whether_full(self) -> None:
         """Set ``is_full``, for a rank that shares this worker.
@@ -238,7 +234,7 @@ class _Client:
         is_full = not self._writable.poll(0)
         if is_full is not self.is_full:
             self.is_full = is_full
-            self.poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+            self._poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
             self._serve_queue(is_served=self._serves_queue)
 
     def _make_batch(self, task: messages.Task) -> None:
@@ -271,7 +267,7 @@ class _Client:
     def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
         self._serve_queue(is_served=False)
-        self.poll.unregister(self.channel)
+        self._poll.unregister(self.channel)
         self.channel.close()
         if self._queue is not None:
             self._queue.close()
@@ -282,31 +278,29 @@ class _Client:
 class _Worker:
     """State of a worker between its messages."""
 
-    def __init__(self, start: WorkerStart, channel: socket.socket, client: _Client | None) -> None:
+    # The client that was served last: the dataset is in its epoch.
+    _served: _Client | None = None
+    _dataset: Any = None
+    _by_value = False
+    _error: RemoteError | None = None
+    _is_released = False  # no further client comes
+
+    def __init__(self, start: WorkerStart, channel: socket.socket) -> None:
         self._start, self._channel = start, channel
-        self._is_shared = client is None
+        self._is_shared = start.client is None
         # The one that was served longest ago comes first.
         self._clients: list[_Client] = []
-        # The client that was served last: the dataset is in its epoch.
-        self._served = client
-        self._dataset: Any = None
-        self._by_value = False
-        self._error: RemoteError | None = None
-        self._is_released = False  # no further client comes
         self._poll = select.epoll()
         self._poll.register(channel, select.EPOLLIN)
-        if client is not None:
-            client.poll = self._poll
-            self._clients.append(client)
+        if start.client is not None:
+            self._add(_Client(self._poll, channel, *start.client, start.worker_id))
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the channel is closed."""
         pid = os.getpid()
-        if self._served is not None:
-            install(self._served.server.writer)
         functions = ForkedPayload(self._prepare(payload))
-        if self._served is not None:
-            self._open(self._served, functions)
+        for client in self._clients:
+            self._open(client, functions)
         del payload, functions
         while True:
             if os.getpid() != pid:
@@ -357,10 +351,16 @@ class _Worker:
             self._clients.remove(client)
             self._clients.append(client)
 
+    def _add(self, client: _Client) -> None:
+        """Serve a client that has come, before any other."""
+        self._clients.insert(0, client)
+        self._turn_to(client)
+
     def _turn_to(self, client: _Client) -> None:
         """Serve another client than before, with its epoch and its slots."""
         self._served = client
-        client.server.dataset.told = None  # the dataset has served another client meanwhile
+        if self._is_shared:  # the dataset has served another client meanwhile
+            client.server.dataset.told = None
         install(client.server.writer)
         client.line.show_stack()
 
@@ -395,14 +395,14 @@ class _Worker:
     def _open(self, client: _Client, functions: Any) -> None:
         """Give the dataset and the client's functions to what makes the client's batches."""
         pid, server, error = os.getpid(), client.server, self._error
-        if error is None:
-            try:
+        try:
+            if error is None:
                 collate_fn, on_error = functions.load()
                 by_value = self._by_value or functions.by_value
                 server.dataset.open(self._dataset, collate_fn, on_error, by_value=by_value)
-            except BaseException:  # noqa: BLE001 - it answers every task of the client
-                end_if_forked(pid)
-                error = RemoteError.caught(server.where)
+        except BaseException:  # noqa: BLE001 - it answers every task of the client
+            end_if_forked(pid)
+            error = RemoteError.caught(server.where)
         if error is not None:
             server.dataset.fail(error)
         client.line.set(Phase.IDLE)
@@ -432,11 +432,9 @@ class _Worker:
         except ConnectionError:
             channel.close()
             return
-        client = _Client(channel, tasks, page, self._start.worker_id)
-        client.poll = self._poll
         self._poll.register(channel, select.EPOLLIN)
-        self._clients.insert(0, client)
-        self._turn_to(client)
+        client = _Client(self._poll, channel, tasks, page, self._start.worker_id)
+        self._add(client)
         self._open(client, functions)
 
     def _drop(self, client: _Client) -> None:

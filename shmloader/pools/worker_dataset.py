@@ -55,6 +55,21 @@ class WorkerDataset:
             that worker was doing.
     """
 
+    by_value = has_report = is_lost = is_ready = has_ended = False
+    error: RemoteError | None = None
+    fingerprint: int | None = None
+    state_ns = 0
+    _maker: BatchMaker | None = None
+    _concurrent_fetcher: ConcurrentFetcher | None = None
+    # The answer to every task of all epochs, if the dataset or its state could not be loaded or
+    # ``worker_init_fn`` failed.
+    _open_error: RemoteError | None = None
+    # Whether batches that were delivered before still have to be read again.
+    _has_to_replay = False
+    # Number of batches that were made, or failed, in this epoch: in this worker and in its
+    # predecessors.
+    _given = 0
+
     def __init__(
         self,
         config: FetchConfig,
@@ -65,32 +80,14 @@ class WorkerDataset:
         publish: Callable[[int, int], None] = lambda _number, _deadline_ns: None,
     ) -> None:
         self._config, self._worker_id, self._where = config, worker_id, where
-        self.by_value = self.has_report = False
         self._writer, self.timer = writer, timer
-        self._dataset: Any = None
-        self._collate_fn: Any = None
-        self._on_error: OnError = "raise"
-        self._maker: BatchMaker | None = None
-        self._concurrent_fetcher: ConcurrentFetcher | None = None
         self._sample_watch: SampleWatch | None = None
         if config.sample_timeout_s is not None:
             self._sample_watch = SampleWatch(config.sample_timeout_s, publish)
         self.hung: Mapping[int, str] = {}
         self.told = config.told_epoch
-        # The answer to every task of all epochs, if the dataset or its state could not be loaded
-        # or ``worker_init_fn`` failed.
-        self._open_error: RemoteError | None = None
-        self.error: RemoteError | None = None
-        self.is_lost = self.is_ready = self.has_ended = False
-        self.fingerprint: int | None = None
-        self.state_ns = 0
         # Where the dataset is resumed.
         self._checkpoint = Checkpoint()
-        # Whether batches that were delivered before still have to be read again.
-        self._has_to_replay = False
-        # Number of batches that were made, or failed, in this epoch: in this worker and in its
-        # predecessors.
-        self._given = 0
 
     # Getting ready -----------------------------------------------------------------------
 
@@ -112,12 +109,12 @@ class WorkerDataset:
         """Begin the iterable dataset's first epoch. Called before the first task."""
         self._get_ready(self._begin_stream, epoch)
 
-    def start_epoch(self, epoch: int | None = None) -> bytes:
-        """Begin a further epoch. Returns the pickled checkpoint with which it begins."""
+    def start_epoch(self, epoch: int | None = None) -> Checkpoint:
+        """Begin a further epoch. Returns the checkpoint with which it begins."""
         if not self.is_ready:
             self.get_ready(epoch)
         self.has_ended = self._has_to_replay = self.is_lost = False
-        self._given, beginning = 0, b""
+        self._given, beginning = 0, Checkpoint()
 
         def begin_anew() -> BatchMaker:
             nonlocal beginning
@@ -127,13 +124,13 @@ class WorkerDataset:
         self._get_ready(begin_anew, epoch)
         return beginning
 
-    def next_beginning(self) -> bytes:
-        """Return the pickled checkpoint with which an epoch that starts now would begin."""
+    def next_beginning(self) -> Checkpoint:
+        """Return the checkpoint with which an epoch that starts now would begin."""
         config = self._config
         dump = functools.partial(dumps_state, by_value=self.by_value)
         snapshot = save_dataset(self._dataset, dump) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
-        return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ()).dumps()
+        return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ())
 
     def _get_ready(
         self, make_maker: Callable[[], BatchMaker | None], epoch: int | None = None
@@ -178,13 +175,13 @@ class WorkerDataset:
 
     # Resuming ----------------------------------------------------------------------------
 
-    def resume(self, checkpoint: bytes) -> None:
+    def resume(self, checkpoint: Checkpoint) -> None:
         """Resume where a predecessor or an earlier run stopped. Called before the first task."""
-        self._checkpoint = Checkpoint.loads(checkpoint)
+        self._checkpoint = checkpoint
         if self._config.is_iterable or self._open_error is not None:
             return
         try:
-            load_dataset(self._dataset, read(self._checkpoint.snapshot))
+            load_dataset(self._dataset, read(checkpoint.snapshot))
         except BaseException:  # noqa: BLE001 - it answers every task
             self._lose()
 
@@ -217,10 +214,10 @@ class WorkerDataset:
         self._has_to_replay = False
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung, is_replay=True)
-        only_reads = is_plain(self._collate_fn)
         assert self._writer is not None
         try:
             with maker.loading(indices) as plain, self._writer.withheld():
+                only_reads = is_plain(self._collate_fn)
                 maker.fetcher.replay(self._checkpoint, plain, only_reads=only_reads)
         except BaseException:
             self._lose()
@@ -282,11 +279,7 @@ class WorkerDataset:
 
 
 def introduce(
-    worker_id: int,
-    worker_count: int,
-    seed: int,
-    dataset: Any,
-    init_fn: Callable[[int], Any] | None,
+    worker_id: int, worker_count: int, seed: int, dataset: Any, init_fn: Callable[[int], Any] | None
 ) -> None:
     """Set what ``get_worker_info()`` returns, and call ``worker_init_fn``.
 

@@ -41,15 +41,9 @@ from shmloader.memory import compiled
 from shmloader.pools import Events
 from shmloader.pools.answers import Death
 from shmloader.pools.forking import Waker, is_readable
-from shmloader.pools.handle import KILL_S, WorkerHandle, end_unused
-from shmloader.pools.starting import raise_with_remedy
-from shmloader.pools.status_page import (
-    FIRST_TASK,
-    RECEIVING,
-    AtWork,
-    Phase,
-    StatusPage,
-)
+from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
+from shmloader.pools.starting import remedied
+from shmloader.pools.status_page import FIRST_TASK, RECEIVING, AtWork, Phase, StatusPage
 from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, TaskQueue, let_others_run
 from shmloader.process_state import PROCESS
 
@@ -98,8 +92,7 @@ class WorkerProcesses:
         self._waker: Waker | None = None
         self._poll = select.poll()
         # Worker numbers by the descriptors of their sockets, and of their processes.
-        self._by_fd: dict[int, int] = {}
-        self._by_pidfd: dict[int, int] = {}
+        self._by_fd, self._by_pidfd = dict[int, int](), dict[int, int]()
         # The keys of both, and how many are of sockets.
         self._watched = array("i"), 0
         self.readings = Readings()
@@ -111,26 +104,21 @@ class WorkerProcesses:
         # From here on another thread may fork a child, which then abandons this object.
         PROCESS.worker_groups.add(self)
         try:
-            starter.open()
-            if self._is_closed:  # at the interpreter's exit
-                starter.close()
-            for worker_id in range(count):
-                self._check_open()
-                self.handles.append(self._start_worker(worker_id))
-        except BaseException as error:
+            with remedied():
+                starter.open()
+                self._page: StatusPage = starter.page
+                if self._is_closed:  # at the interpreter's exit
+                    starter.close()
+                for worker_id in range(count):
+                    self._check_open()
+                    self.handles.append(self._start_worker(worker_id))
+        except BaseException:
             self.end_workers()
-            if isinstance(error, OSError):
-                raise_with_remedy(error)
             raise
         self.nursery = starter.nursery
         self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
         if not may_replace:
             starter.finish()
-
-    @property
-    def _page(self) -> StatusPage:
-        page: StatusPage = self._starter.page
-        return page
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -143,7 +131,7 @@ class WorkerProcesses:
         worker: WorkerHandle = self._starter.start(worker_id)
         self._by_fd[worker.channel.fileno()] = self._by_pidfd[worker.pidfd] = worker_id
         self._watched = array("i", [*self._by_fd, *self._by_pidfd]), len(self._by_fd)
-        for fd in (worker.channel.fileno(), worker.pidfd):
+        for fd in (worker.channel, worker.pidfd):
             self._poll.register(fd, select.POLLIN)
         return worker
 
@@ -154,11 +142,10 @@ class WorkerProcesses:
             old.close_pidfd()
         try:
             self._check_open()
-            new = self._start_worker(worker_id)
+            with remedied():
+                new = self._start_worker(worker_id)
         except Exception as error:
             self._check_open(error)
-            if isinstance(error, OSError):
-                raise_with_remedy(error)
             raise
         self.handles[worker_id : worker_id + 1] = [new]
         if self._is_closed:  # a close on another thread may have missed it
@@ -184,7 +171,7 @@ class WorkerProcesses:
         if not (worker.is_lost or self._is_closed):
             self._lose(worker)
             worker.hang_up()
-            self._starter.end([worker], self._grace_s)
+            end_all([worker], self._grace_s)
 
     def _lose(self, worker: WorkerHandle) -> None:
         """Stop using a worker."""
@@ -378,7 +365,7 @@ class WorkerProcesses:
             worker.hang_up()
         if FAULTS is not None:
             FAULTS.reach("main.close")
-        self._starter.end(self.handles, grace_s)
+        end_all(self.handles, grace_s)
         self._close_rest()
 
     def _close_rest(self) -> None:

@@ -9,7 +9,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Wakeup
 from shmloader.pools import Events
-from shmloader.pools.answers import Batch, Failure
+from shmloader.pools.answers import Answer
 from shmloader.pools.status_page import AtWork, Phase
 
 
@@ -50,9 +50,9 @@ class CallingPool:
         seq, epoch, indices = self._tasks.popleft()
         self._at_work = AtWork(Phase.LOADING, epoch, seq, 0.0)
         try:
-            answer: Batch | Failure = Batch(self._make(indices))
+            answer = Answer(self._make(indices))
         except Exception:
-            answer = Failure(RemoteError.caught("on the thread that waits"))
+            answer = Answer(error=RemoteError.caught("on the thread that waits"))
         self._at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
         events.answered(seq, epoch, 0, answer)
         return True

@@ -11,7 +11,7 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import Instead
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events
-from shmloader.pools.answers import Answer, Batch, Death
+from shmloader.pools.answers import Answer, Death
 from shmloader.pools.status_page import AtWork, Phase
 
 
@@ -80,9 +80,8 @@ class ScriptedPool:
         tasks = self.sent[worker_id]
         seq = next(iter(tasks)) if seq is None else seq
         indices = tasks.pop(seq)
-        answer = answer or Batch(indices)
-        if isinstance(answer, Batch):
-            answer.content = Content(answer.content)
+        answer = answer or Answer(indices)
+        answer.content = Content(answer.content)
         self._events.append(("answered", seq, self.epoch, worker_id, answer))
 
     def answer_all(self) -> None:
@@ -115,7 +114,7 @@ class ScriptedPool:
         return []
 
     def start_epoch(self, worker_id: int, epoch: int) -> bool:
-        self._events.append(("epoch_entered", worker_id, None))
+        self._events.append(("epoch_entered", worker_id, Checkpoint()))
         self.epoch = epoch
         return False
 
@@ -138,7 +137,7 @@ class ScriptedPool:
             if name == "epoch_entered":  # after all tasks of the epoch before
                 for seq in list(self.sent[values[0]]):
                     self.sent[values[0]].pop(seq)
-                    events.answered(seq, self.epoch - 1, values[0], Batch(None))
+                    events.answered(seq, self.epoch - 1, values[0], Answer())
             getattr(events, name)(*values)
         return True
 

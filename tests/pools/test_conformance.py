@@ -35,7 +35,6 @@ from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.arena import Arena
 from shmloader.pools import Pool, host_pool
-from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.forking import is_readable
@@ -278,8 +277,8 @@ class Told:
         if not ticket.is_dropped:
             self.answers[seq] = answer
 
-    def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        assert not beginning
+    def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
+        assert beginning == Checkpoint()
         self.entered.add(worker_id)
         self.scheduler.left_epoch(worker_id)
 
@@ -353,7 +352,7 @@ def test_an_exception_of_the_dataset_is_an_answer(kind) -> None:
         told = Told(pool)
         told.send(12, 13, 14)
         told.take_all(3)
-        assert [type(told.answers[seq]) for seq in range(3)] == [Batch, Failure, Batch]
+        assert [told.answers[seq].error is None for seq in range(3)] == [True, False, True]
         assert isinstance(told.answers[1].error.rebuilt(""), Bad)
 
 

@@ -31,17 +31,20 @@ from shmloader.messages import (
     seq_of_task,
     unpack,
 )
-from shmloader.pools.answers import Empty, Failure
+from shmloader.pools.answers import Answer
 
-ERROR = RemoteError.of(ValueError("no"), "here")
+EMPTY = Answer(report=SampleReport(2, 2))
+EMPTY.is_empty, EMPTY.snapshot = True, b"state"
+FINAL = Answer(error=RemoteError.of(ValueError("no"), "here"))
+FINAL.is_final, FINAL.snapshot = True, Unsaved("why")
 MESSAGES = [
     Task(1, 0, 2, 10**6, None, Spilled(10**6)),
     Task(1, 0, 2, 0, 7, b"indices and what has hung", has_hung=True),
     StartEpoch(4),
     ResumeStream(b"checkpoint"),
     Leave(),
-    Answered(1, 2, 3, 640, Empty(SampleReport(2, 2), b"state"), b"layout"),
-    Answered(1, 2, 3, 20_064, Failure(ERROR, snapshot=Unsaved("why"), is_final=True)),
+    Answered(1, 2, 3, 640, EMPTY, b"layout"),
+    Answered(1, 2, 3, 20_064, FINAL),
     StreamEnded(1, 2, b"beginning"),
     EpochStarted(b"beginning"),
     Left(),

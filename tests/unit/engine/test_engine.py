@@ -9,7 +9,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import SharedMemoryError
-from shmloader.pools.answers import Batch, Empty
+from shmloader.pools.answers import Answer
 from tests.pools.scripted import ScriptedPool, next_of
 
 
@@ -41,17 +41,19 @@ def watch(max_failures=None, *, keep_size=False) -> FailureWatch:
     return FailureWatch(FailureList(), max_failures, keep_size=keep_size, replaces=False)
 
 
-def report(samples: int, failed: int) -> SampleReport:
-    made = SampleReport()
-    made.sample_count, made.failed_count = samples, failed
-    return made
+def answer_of(batch: int | None, samples: int) -> Answer:
+    """A batch of so many samples, or none because all of them failed."""
+    failed = samples if batch is None else 0
+    answer = Answer(batch, SampleReport(samples, failed))
+    answer.is_empty = batch is None
+    return answer
 
 
 def test_what_is_left_out_is_told_with_the_next_batch():
     engine, pool = engine_of(nothing, watch=watch(), worker_count=1)
     engine.start(iter(range(3)))
-    for answer in (Empty(report(2, 2)), Empty(report(2, 2)), Batch(2, report=report(2, 0))):
-        pool.answer(0, answer=answer)
+    for batch in (None, None, 2):
+        pool.answer(0, answer=answer_of(batch, 2))
     assert next_of(engine) == 2
     assert engine.delivery.seq == 2
     assert [ticket.seq for ticket in engine.delivery.left_out] == [0, 1]
@@ -60,8 +62,8 @@ def test_what_is_left_out_is_told_with_the_next_batch():
 def test_what_is_left_out_at_an_epoch_s_end_is_not_told_in_the_next():
     engine, pool = engine_of(nothing, watch=watch(), worker_count=1)
     engine.start(iter(range(2)))
-    pool.answer(0, answer=Batch(0, report=report(2, 0)))
-    pool.answer(0, answer=Empty(report(2, 2)))
+    pool.answer(0, answer=answer_of(0, 2))
+    pool.answer(0, answer=answer_of(None, 2))
     assert all_of(engine) == [0]
     pool.idle = everything
     engine.restart(iter(range(2)))
@@ -96,7 +98,7 @@ def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
     pool.memory.lock = refuse
     engine.start(iter(range(4)))
     for _ in range(3):  # there are two slots
-        large = Batch("large")
+        large = Answer("large")
         large.lends = True
         pool.answer(0, answer=large)
         with pytest.raises(SharedMemoryError, match="no address space is left"):
@@ -113,7 +115,7 @@ def test_what_is_passed_over_begins_the_time_anew(monkeypatch):
     def after_five_seconds(pool: ScriptedPool) -> None:
         pool.now_s += 5
         seq = next(iter(pool.sent[0]))
-        pool.answer(0, answer=Batch(2, report=report(1, 0)) if seq == 2 else Empty(report(1, 1)))
+        pool.answer(0, answer=answer_of(2 if seq == 2 else None, 1))
 
     pool.idle = after_five_seconds
     assert next_of(engine) == 2

@@ -12,7 +12,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.memory.arena import Arena
 from shmloader.messages import DONE, DONE_HEAD, Answered, Task, unpack  # fmt: skip
-from shmloader.pools.answers import Batch
+from shmloader.pools.answers import Answer
 from shmloader.pools.batch_server import BatchServer, TaskConfig
 from tests.unit.memory.support import MIB
 
@@ -55,7 +55,7 @@ class Bench:
         data = self.server.serve(task)
         if data[0] == DONE:
             _, seq, epoch, slot_id, used_bytes = DONE_HEAD.unpack_from(data)
-            batch = Batch(None, None, data[DONE_HEAD.size :], used_bytes)
+            batch = Answer(None, None, data[DONE_HEAD.size :], used_bytes)
             answer = Answered(seq, epoch, slot_id, used_bytes, batch)
         else:
             answer = unpack(data)
