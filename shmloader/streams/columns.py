@@ -6,31 +6,29 @@ No index is needed: the files themselves say how many rows each part of them has
 import abc
 import bisect
 import contextlib
+import importlib
 import itertools
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from shmloader.streams.formats import check_numbers, reading, unreadable
+from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
 
 _Record = dict[str, Any]
-# Numbers of rows in ascending order; or None for all from a row on.
-_Wanted = list[int] | None
 
 # So many rows are decoded at a time. Of 1,024 tokens each they fit the cache of a core.
 _BATCH_ROWS = 256
 
 
-class _ColumnsFormat(abc.ABC):
+class _ColumnsFormat(IndexedFormat):
     """What Parquet and Arrow have in common.
 
     Args:
         columns: The columns that are read; None for all.
         batch_rows: So many rows are decoded at a time, and are in memory.
     """
-
-    seeks = True
 
     def __init__(self, columns: Sequence[str] | None = None, batch_rows: int = _BATCH_ROWS) -> None:
         if isinstance(columns, str):
@@ -42,18 +40,14 @@ class _ColumnsFormat(abc.ABC):
         self._columns = None if columns is None else list(columns)
         self._batch_rows = batch_rows
 
-    def __call__(self, path: str) -> Iterator[_Record]:
-        """Yield the records of a shard."""
-        return self.records(path)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(columns={self._columns}, batch_rows={self._batch_rows})"
 
     @abc.abstractmethod
-    def _batches(self, path: str, start: int, wanted: _Wanted) -> Generator[tuple[int, Any]]:
-        """Yield batches in order, each with the number of its first row.
+    def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
+        """Yield the batches that have one of these ascending rows, and the number of their first.
 
-        Leaves out those that end before row ``start``, and those without a row of ``wanted``.
+        They come in the order of the file.
         """
 
     @abc.abstractmethod
@@ -66,23 +60,19 @@ class _ColumnsFormat(abc.ABC):
         Raises:
             ShardError: If the file cannot be read, or lacks a column.
         """
-        with reading(path), contextlib.closing(self._batches(path, start, None)) as batches:
+        wanted = range(start, sys.maxsize)
+        with reading(path), contextlib.closing(self._batches(path, wanted)) as batches:
             for first, batch in batches:
                 yield from _rows(batch.slice(max(0, start - first)))
 
-    def at(self, path: str, numbers: Sequence[int]) -> list[_Record]:
-        """Return the rows of these numbers, in the order of ``numbers``."""
+    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[_Record]:
         check_numbers(path, numbers, self.count(path))
-        wanted = sorted(set(numbers))
-        found: dict[int, _Record] = {}
-        with reading(path), contextlib.closing(self._batches(path, 0, wanted)) as batches:
+        with contextlib.closing(self._batches(path, numbers)) as batches:
             for first, batch in batches:
-                here = _between(wanted, first, first + len(batch))
-                rows = _rows(batch.take(np.array(here) - first))
-                found |= zip(here, rows, strict=True)
-                if len(found) == len(wanted):
-                    break
-        return [found[number] for number in numbers]
+                here = _between(numbers, first, first + len(batch))
+                yield from _rows(batch.take(np.array(here) - first))
+                if here[-1] == numbers[-1]:
+                    return
 
     def _checked(self, path: str, names: Sequence[str]) -> list[str]:
         """Return the names of the columns to read, of all that a file has."""
@@ -106,23 +96,23 @@ class ParquetFormat(_ColumnsFormat):
 
     def count(self, path: str) -> int:
         """Return the number of rows, from the metadata of the file."""
-        with reading(path), _parquet_file(path) as file:
+        with reading(path), _pyarrow(path, "pyarrow.parquet").ParquetFile(path) as file:
             return int(file.metadata.num_rows)
 
-    def _batches(self, path: str, start: int, wanted: _Wanted) -> Generator[tuple[int, Any]]:
-        with _parquet_file(path) as file:
+    def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
+        with _pyarrow(path, "pyarrow.parquet").ParquetFile(path) as file:
             columns = self._checked(path, file.schema_arrow.names)
             counts = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
             ends = list(itertools.accumulate(counts))
             for group, (end, count) in enumerate(zip(ends, counts, strict=True)):
                 first = end - count
-                if not _is_needed(first, end, start, wanted):
+                if not _between(wanted, first, end):
                     continue
                 # Without threads: the workers of a loader run beside each other.
                 for batch in file.iter_batches(
                     self._batch_rows, row_groups=[group], columns=columns, use_threads=False
                 ):
-                    if _is_needed(first, first + len(batch), start, wanted):
+                    if _between(wanted, first, first + len(batch)):
                         yield first, batch.select(columns)
                     first += len(batch)
 
@@ -143,33 +133,29 @@ class ArrowFormat(_ColumnsFormat):
         with reading(path), _arrow_batches(path) as (_, batches):
             return sum(len(batch) for batch in batches)
 
-    def _batches(self, path: str, start: int, wanted: _Wanted) -> Generator[tuple[int, Any]]:
+    def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
         first = 0
         with _arrow_batches(path) as (names, batches):
             columns = self._checked(path, names)
             for batch in batches:
                 for at in range(0, len(batch), self._batch_rows):
                     piece = batch.slice(at, self._batch_rows)
-                    if _is_needed(first, first + len(piece), start, wanted):
+                    if _between(wanted, first, first + len(piece)):
                         yield first, piece.select(columns)
                     first += len(piece)
 
 
-def _parquet_file(path: str) -> Any:
+def _pyarrow(path: str, module: str = "pyarrow") -> Any:
     try:
-        import pyarrow.parquet  # noqa: PLC0415 - an extra
+        return importlib.import_module(module)
     except ImportError as error:
-        raise _missing(path) from error
-    return pyarrow.parquet.ParquetFile(path)
+        raise ImportError(f"reading {path} takes pyarrow: pip install pyarrow") from error
 
 
 @contextlib.contextmanager
 def _arrow_batches(path: str) -> Iterator[tuple[list[str], Iterator[Any]]]:
     """Open a file of Arrow: the names of its columns, and its batches."""
-    try:
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise _missing(path) from error
+    pa = _pyarrow(path)
     with pa.memory_map(path) as file:
         if file.read(6) == b"ARROW1":
             with pa.ipc.open_file(file) as reader:
@@ -180,16 +166,7 @@ def _arrow_batches(path: str) -> Iterator[tuple[list[str], Iterator[Any]]]:
                 yield reader.schema.names, reader
 
 
-def _missing(path: str) -> ImportError:
-    return ImportError(f"reading {path} takes pyarrow: pip install pyarrow")
-
-
-def _is_needed(first: int, end: int, start: int, wanted: _Wanted) -> bool:
-    """Return whether rows from ``first`` to before ``end`` have one that is wanted."""
-    return end > start and (wanted is None or bool(_between(wanted, first, end)))
-
-
-def _between(numbers: list[int], first: int, end: int) -> list[int]:
+def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
     """Return those of ascending numbers that are from ``first`` to before ``end``."""
     return numbers[bisect.bisect_left(numbers, first) : bisect.bisect_left(numbers, end)]
 
@@ -209,15 +186,18 @@ def _values(column: Any) -> Iterable[Any]:
     import pyarrow.types as kinds  # noqa: PLC0415 - an extra
 
     kind = column.type
-    is_list = kinds.is_list(kind) or kinds.is_large_list(kind)
-    rows: list[Any]
-    if not (is_list or kinds.is_fixed_size_list(kind)) or not _has_numbers(column.values):
-        rows = column.to_pylist()
+    is_fixed = kinds.is_fixed_size_list(kind)
+    if (
+        not (is_fixed or kinds.is_list(kind) or kinds.is_large_list(kind))
+        or not (kinds.is_integer(kind.value_type) or kinds.is_floating(kind.value_type))
+        or column.values.null_count
+    ):
+        rows: list[Any] = column.to_pylist()
         return rows
-    if is_list:
-        bounds = column.offsets.to_pylist()
-    else:
+    if is_fixed:
         bounds = [kind.list_size * (column.offset + row) for row in range(len(column) + 1)]
+    else:
+        bounds = column.offsets.to_pylist()
     array, pairs = column.values.to_numpy(), itertools.pairwise(bounds)
     # Copied when its record is made, so that it is in the processor's cache when it is used.
     copies = (array[begin:end].copy() for begin, end in pairs)
@@ -225,14 +205,6 @@ def _values(column: Any) -> Iterable[Any]:
         return copies
     are_null = column.is_null().to_pylist()
     return (None if is_null else row for row, is_null in zip(copies, are_null, strict=True))
-
-
-def _has_numbers(array: Any) -> bool:
-    """Return whether an array has numbers, and no null."""
-    import pyarrow.types as kinds  # noqa: PLC0415 - an extra
-
-    is_number = kinds.is_integer(array.type) or kinds.is_floating(array.type)
-    return bool(is_number) and not array.null_count
 
 
 #: The format of Parquet shards.

@@ -6,6 +6,7 @@ file can only be read forward, so a place that was passed costs reading the file
 
 import gzip
 import io
+import math
 import os
 import sys
 import zlib
@@ -22,9 +23,6 @@ _ERRORS = {"zstandard": "ZstdError", "compression.zstd": "ZstdError", "pyarrow":
 
 # So many bytes are on their way from the disk.
 _AHEAD_BYTES = 8 << 20
-
-# So many bytes are read and dropped at a time on the way to a place in a compressed file.
-_SKIPPED_BYTES = 1 << 20
 
 # So many bytes of a file compressed by zstd are decompressed at a time: a few times as many come
 # out.
@@ -53,8 +51,14 @@ def uncompressed_name(path: str) -> str:
     return name.removesuffix(".gz").removesuffix(".zst")
 
 
-def open_file(path: str) -> IO[bytes]:
+def open_file(path: str, buffer_bytes: int = _BUFFER_BYTES) -> IO[bytes]:
     """Open a shard for reading from its beginning, and decompress what is read.
+
+    The file can seek. In a compressed one that is reading up to a place, so only go forward.
+
+    Args:
+        path: The shard.
+        buffer_bytes: So many bytes are read from the disk at once, if less is asked for.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -62,7 +66,7 @@ def open_file(path: str) -> IO[bytes]:
         ImportError: If zstd is needed, and its package is not installed.
     """
     if not is_compressed(path):
-        return Path(path).open("rb")
+        return Path(path).open("rb", buffer_bytes)
     if not Path(path).stat().st_size:
         raise EOFError("it is empty, which no compressed file is")
     is_gzip = path.lower().endswith(_GZIP)
@@ -97,11 +101,26 @@ class _ZstdFile(io.RawIOBase):
         # The present frame; None between two. What was read of the next one, and what is left of
         # what was decompressed.
         self._frame: Any = None
-        self._following, self._left = b"", memoryview(b"")
+        self._following, self._left, self._position = b"", memoryview(b""), 0
 
     def readable(self) -> bool:
         """Return True."""
         return True
+
+    seekable = readable
+
+    def tell(self) -> int:
+        """Return how many bytes were read."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Read up to an offset, which is not before the present one."""
+        assert whence == io.SEEK_SET
+        assert offset >= self._position
+        while count := min(offset - self._position, _BUFFER_BYTES):
+            if not self.readinto(bytearray(count)):
+                break
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer, at least in part; return 0 at the end.
@@ -122,6 +141,7 @@ class _ZstdFile(io.RawIOBase):
                 self._following, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._left))
         buffer[:count], self._left = self._left[:count], self._left[count:]
+        self._position += count
         return count
 
     def close(self) -> None:
@@ -134,66 +154,19 @@ class ReadAhead:
     """Asks the system to read a file from the disk before the program gets there.
 
     Args:
-        descriptor: The file's; None if nothing should be asked.
+        file: The file of a shard. Nothing is asked for a compressed one.
+        path: Its path.
     """
 
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor, self._end = descriptor, 0
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file, self._end = file, math.inf if is_compressed(path) else 0
 
     def reach(self, offset: int) -> None:
         """Say that the program reads on from an offset."""
-        if self._descriptor is not None and offset + _AHEAD_BYTES // 2 >= self._end:
-            begin = max(offset, self._end)
-            os.posix_fadvise(self._descriptor, begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        if offset + _AHEAD_BYTES // 2 >= self._end:
+            begin = max(offset, int(self._end))
+            os.posix_fadvise(self._file.fileno(), begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             self._end = begin + _AHEAD_BYTES
-
-
-class ShardFile:
-    """A shard that is read at places that an index names. Close it, or use it in a with block.
-
-    Args:
-        path: The shard. Places in a compressed one are those of its decompressed bytes.
-
-    Attributes:
-        ahead: Reads a plain shard from the disk ahead of time.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._is_compressed, self._position = is_compressed(path), 0
-        self._file = open_file(path)
-        self.ahead = ReadAhead(None if self._is_compressed else self._file.fileno())
-
-    def __enter__(self) -> "ShardFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``offset`` on; fewer at the end of the file.
-
-        Of a compressed file, they come after those that were read before.
-        """
-        if not self._is_compressed:
-            return self._read_plain(offset, size)
-        while left := offset - self._position:
-            skipped = len(self._file.read(min(left, _SKIPPED_BYTES)))
-            self._position += skipped
-            if not skipped:
-                return b""
-        data = self._file.read(size)
-        self._position += len(data)
-        return data
-
-    def _read_plain(self, offset: int, size: int) -> bytes:
-        descriptor = self._file.fileno()
-        data = os.pread(descriptor, size, offset)
-        while len(data) < size:  # at the end, or of more than the 2 GiB that one call reads
-            more = os.pread(descriptor, size - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
-        return data
 
 
 def read_errors() -> tuple[type[Exception], ...]:

@@ -4,6 +4,7 @@ Streams read shards by three methods and know nothing else of a format. Its obje
 hold no open file between calls, and may be used by several threads and processes at once.
 """
 
+import abc
 import collections
 import contextlib
 import itertools
@@ -47,6 +48,31 @@ class Format(Protocol):
         Raises:
             ShardError: If one of them cannot be read, or the shard has no record of that number.
         """
+
+
+class IndexedFormat(abc.ABC):
+    """What the formats have in common that find a record by its number."""
+
+    seeks = True
+
+    def __call__(self, path: str) -> Iterator[Any]:
+        """Yield the records of a shard."""
+        return self.records(path)
+
+    @abc.abstractmethod
+    def records(self, path: str, start: int = 0) -> Iterator[Any]:
+        """Yield the records from number ``start`` on."""
+
+    def at(self, path: str, numbers: Sequence[int]) -> list[Any]:
+        """Return the records of these numbers, in the order of ``numbers``."""
+        wanted = sorted(set(numbers))
+        with reading(path):
+            found = dict(zip(wanted, self._at(path, wanted), strict=True))
+        return [found[number] for number in numbers]
+
+    @abc.abstractmethod
+    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yield the records of ascending numbers, once the numbers are checked."""
 
 
 class CallableFormat:

@@ -5,9 +5,9 @@ It is made when it is first needed, or by ``shmloader index``, and lies beside t
 index belongs to the size and the modification time of its shard: for a changed shard it is made
 anew. It is written under another name and then renamed, so that nobody reads half an index.
 
-The file begins with eight magic bytes, which name the version. The length of a JSON head follows,
-and a checksum of what comes after these: the head, which has the names, dtypes and lengths of the
-arrays, and the arrays, little endian, each at a multiple of eight bytes.
+The file begins with a checksum of all else, as eight hexadecimal digits. The version and what the
+index belongs to follow as a line of JSON, with the names, dtypes and lengths of the arrays; and
+then the arrays, little endian.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import os
-import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +25,8 @@ import numpy as np
 #: What the name of an index ends with.
 SUFFIX = ".shmidx"
 
-_MAGIC = b"shmidx1\n"
-_START = struct.Struct("<8sII")
-_ALIGNMENT = 8
+# The version of the format, and how many digits its checksum has.
+_VERSION, _DIGITS = 2, 8
 _attempts = itertools.count()
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
@@ -61,7 +59,8 @@ def arrays_of(path: str, kind: str, make: Callable[[str], Arrays]) -> Arrays:
 
 def _identity(path: str, kind: str) -> dict[str, Any]:
     status = os.stat(path)  # noqa: PTH116 - a path is a string here
-    return {"kind": kind, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    about = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {"version": _VERSION, "kind": kind, **about}
 
 
 def _places(path: str) -> tuple[Path, Path]:
@@ -80,12 +79,8 @@ def _encoded(arrays: Arrays, identity: dict[str, Any]) -> bytes:
     columns = {name: array.astype(array.dtype.newbyteorder("<")) for name, array in arrays.items()}
     shapes = {name: [array.dtype.str, len(array)] for name, array in columns.items()}
     head = json.dumps(identity | {"arrays": shapes}).encode()
-    head += b" " * (-len(head) % _ALIGNMENT)
-    parts = [head]
-    for array in columns.values():
-        parts += [array.tobytes(), bytes(-array.nbytes % _ALIGNMENT)]
-    body = b"".join(parts)
-    return _START.pack(_MAGIC, len(head), zlib.crc32(body)) + body
+    data = b"".join([head, b"\n", *map(np.ndarray.tobytes, columns.values())])
+    return b"%08x" % zlib.crc32(data) + data
 
 
 def _decoded(data: bytes, identity: dict[str, Any]) -> Arrays:
@@ -94,21 +89,17 @@ def _decoded(data: bytes, identity: dict[str, Any]) -> Arrays:
     Raises:
         ValueError: If this is no index, or that of another shard.
     """
-    if len(data) < _START.size:
-        raise ValueError("too short")
-    magic, length, checksum = _START.unpack_from(data)
-    if magic != _MAGIC or checksum != zlib.crc32(memoryview(data)[_START.size :]):
+    if int(data[:_DIGITS], 16) != zlib.crc32(memoryview(data)[_DIGITS:]):
         raise ValueError("no index, or a damaged one")
-    head = json.loads(data[_START.size : _START.size + length])
+    position = data.index(b"\n") + 1
+    head = json.loads(data[_DIGITS:position])
     shapes = head.pop("arrays")
     if head != identity:
         raise ValueError("the index of another shard")
-    position = _START.size + length
     arrays: Arrays = {}
     for name, (dtype, count) in shapes.items():
         arrays[name] = np.frombuffer(data, dtype, count, position)
         position += arrays[name].nbytes
-        position += -arrays[name].nbytes % _ALIGNMENT
     return arrays
 
 

@@ -9,27 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.streams.files import ShardFile, is_compressed, open_file
-from shmloader.streams.formats import check_numbers, reading, unreadable
+from shmloader.streams.files import is_compressed, open_file
+from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
 from shmloader.streams.index import Arrays, arrays_of
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _decode = json.JSONDecoder().decode
 
 
-class JsonlFormat:
+class JsonlFormat(IndexedFormat):
     """The format of JSON Lines shards, plain or compressed by gzip or zstd.
 
     A record is what ``json.loads`` makes of a line, in UTF-8. Lines of white space alone are no
     records.
     """
-
-    seeks = True
-
-    def __call__(self, path: str) -> Iterator[Any]:
-        """Yield the records of a shard."""
-        return self.records(path)
 
     def __repr__(self) -> str:
         return "open_jsonl"
@@ -59,19 +51,13 @@ class JsonlFormat:
         with reading(path):
             return len(self._starts(path)) - 1
 
-    def at(self, path: str, numbers: Sequence[int]) -> list[Any]:
-        """Return the records of these numbers, in the order of ``numbers``."""
-        with reading(path):
-            starts = self._starts(path)
-            check_numbers(path, numbers, len(starts) - 1)
-            found: dict[int, Any] = {}
-            with ShardFile(path) as file:
-                for number in sorted(set(numbers)):
-                    begin, end = int(starts[number]), int(starts[number + 1])
-                    # Lines without a record may follow.
-                    line = file.read(begin, end - begin).partition(b"\n")[0]
-                    found[number] = _record(path, number, line)
-        return [found[number] for number in numbers]
+    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[Any]:
+        starts = self._starts(path)
+        check_numbers(path, numbers, len(starts) - 1)
+        with open_file(path) as file:
+            for number in numbers:
+                file.seek(int(starts[number]))
+                yield _record(path, number, file.readline())
 
     def _starts(self, path: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Return where the line of each record begins, and where the file ends: int64."""
@@ -83,9 +69,7 @@ def _record(path: str, number: int, line: bytes) -> Any:
         try:
             return _decode(str(line, "utf-8"))
         except ValueError:
-            if not line.startswith(_BYTE_ORDER_MARK):
-                raise
-            return _decode(str(line, "utf-8-sig"))
+            return _decode(str(line, "utf-8-sig"))  # after a byte order mark
     except (ValueError, RecursionError) as error:
         raise unreadable(path, f"it is no JSON ({error})", number) from error
 

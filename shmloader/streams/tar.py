@@ -1,27 +1,28 @@
 """Tar shards, in webdataset's naming: neighbouring files of one base name are a sample.
 
-An index says where the files of each sample lie, so that a shard is read by one call a mebibyte and
-one slice a file. It is made from the headers of the archive alone. ``headers`` reads these, not
-``tarfile``, which takes a damaged header for the end of the archive.
+An index says where the files of each sample lie. It is made from the headers of the archive alone,
+which ``tarfile`` reads.
 """
 
-import os
+import io
 import re
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from shmloader.grammar import counted
-from shmloader.streams.files import ReadAhead, ShardFile, is_compressed, open_file
-from shmloader.streams.formats import check_numbers, reading, unreadable
-from shmloader.streams.headers import DamagedArchiveError, files_of
+from shmloader.streams.files import ReadAhead, open_file
+from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
 from shmloader.streams.index import Arrays, arrays_of
 
 # So many bytes are read by one call, if files have fewer than ``_LARGE_BYTES`` on average. Larger
 # ones are read one by one, since copying them out of what was read takes longer than a call.
 _READ_BYTES, _LARGE_BYTES = 1 << 20, 8 << 10
+
+# Its classes of exceptions are not in the types of the standard library.
+_tarfile: Any = tarfile
 
 # A base name, which ends at the first dot of the last part of the path; and an extension.
 _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
@@ -29,22 +30,16 @@ _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
 _META = re.compile(r"__[^/]*__(/|$)")
 
 
-class TarFormat:
+class TarFormat(IndexedFormat):
     """The format of tar shards, plain or compressed by gzip or zstd.
 
     A record is a dict: ``"__key__"`` is the base name, and each extension in lower case has the
     bytes of a file. ``a/1.jpg`` and ``a/1.seg.png`` make ``{"__key__": "a/1", "jpg": …, "seg.png":
     …}``. As webdataset does, it leaves out folders, links, files without an extension, and those
     whose path begins with a ``__name__``. Files of one base name that are not neighbours make
-    several samples of one key. Unlike webdataset's, records have no ``"__url__"``. An archive that
-    was cut between two files reads as if it ended there.
+    several samples of one key. Unlike webdataset's, records have no ``"__url__"``. An archive
+    without a block of zeros at its end was cut, and is an error.
     """
-
-    seeks = True
-
-    def __call__(self, path: str) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard."""
-        return self.records(path)
 
     def __repr__(self) -> str:
         return "open_tar"
@@ -58,12 +53,7 @@ class TarFormat:
         """
         with reading(path):
             index = _Index(path)
-            with ShardFile(path) as file:
-                while start < index.count:
-                    stop = index.end_of_read(start)
-                    file.ahead.reach(index.place(start))
-                    yield from index.read(file, start, stop)
-                    start = stop
+            yield from index.read(range(start, index.count))
 
     def count(self, path: str) -> int:
         """Return the number of samples, from the index.
@@ -73,19 +63,14 @@ class TarFormat:
         """
         with reading(path):
             index = _Index(path)
-            index.check(*index.twice)
+            for number in index.twice:
+                index.check(number)
             return index.count
 
-    def at(self, path: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples of these numbers, in the order of ``numbers``."""
-        with reading(path):
-            index = _Index(path)
-            check_numbers(path, numbers, index.count)
-            found: dict[int, dict[str, Any]] = {}
-            with ShardFile(path) as file:
-                for number in sorted(set(numbers)):
-                    (found[number],) = index.read(file, number, number + 1)
-        return [found[number] for number in numbers]
+    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+        index = _Index(path)
+        check_numbers(path, numbers, index.count)
+        return index.read(numbers)
 
 
 class _Index:
@@ -101,72 +86,66 @@ class _Index:
 
     def __init__(self, path: str) -> None:
         arrays = arrays_of(path, "tar", _make)
-        self._path, self.count = path, len(arrays["firsts"]) - 1
-        self._firsts, self._offsets, self._sizes = (
-            arrays["firsts"], arrays["offsets"], arrays["sizes"]
-        )  # fmt: skip
+        self._path, self._arrays, self.count = path, arrays, len(arrays["firsts"]) - 1
         self._keys, self._names = _split(arrays["keys"]), _split(arrays["names"])
-        self._name_ids = arrays["name_ids"]
-        self.twice = dict[int, str]()
-        if "twice" in arrays and len(arrays["twice"]):
-            names = _split(arrays["twice_names"])
-            self.twice.update(zip(arrays["twice"].tolist(), names, strict=True))
-        self._ends = (self._offsets + self._sizes)[self._firsts[1:] - 1]
+        twice, names = arrays["twice"].tolist(), _split(arrays["twice_names"])
+        self.twice: dict[int, str] = dict(zip(twice, names, strict=False))
 
-    def place(self, number: int) -> int:
-        """Return where the files of a sample begin in the archive."""
-        return int(self._offsets[self._firsts[number]])
+    def check(self, number: int) -> None:
+        """Raise a ShardError about a sample that has two files of a name."""
+        if number in self.twice:
+            raise unreadable(self._path, f"it has two files {self.twice[number]}", number)
 
-    def end_of_read(self, start: int) -> int:
-        """Return the number after the last sample that is read with sample ``start``."""
-        end = self.place(start) + _READ_BYTES
-        stop = max(start + 1, int(np.searchsorted(self._ends, end, side="right")))
-        return min((number for number in self.twice if start < number < stop), default=stop)
+    def read(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the samples of ascending numbers."""
+        keys, names, twice = self._keys, self._names, self.twice
+        firsts, name_ids, offsets, sizes = (
+            self._arrays[name].tolist() for name in ("firsts", "name_ids", "offsets", "sizes")
+        )
+        is_large = sum(sizes) > _LARGE_BYTES * len(sizes)
+        buffer = io.DEFAULT_BUFFER_SIZE if is_large else _READ_BYTES
+        with open_file(self._path, buffer) as file:
+            seek, read, reach = file.seek, file.read, ReadAhead(file, self._path).reach
+            for number in numbers:
+                if number in twice:
+                    self.check(number)
+                sample: dict[str, Any] = {"__key__": keys[number]}
+                reach(offsets[firsts[number]])
+                for at in range(firsts[number], firsts[number + 1]):
+                    seek(offsets[at])
+                    sample[names[name_ids[at]]] = data = read(sizes[at])
+                    if len(data) < sizes[at]:
+                        end = offsets[at] + len(data)
+                        raise unreadable(self._path, f"it ends at byte {end}", number)
+                yield sample
 
-    def check(self, *numbers: int) -> None:
-        """Raise a ShardError about the first of these samples that has two files of a name."""
-        for number in numbers:
-            if number in self.twice:
-                raise unreadable(self._path, f"it has two files {self.twice[number]}", number)
 
-    def read(self, file: ShardFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples from number ``start`` to before ``stop``."""
-        self.check(start)
-        firsts = self._firsts[start : stop + 1]
-        first, last = int(firsts[0]), int(firsts[-1])
-        names, name_ids = self._names, self._name_ids[first:last].tolist()
-        keys, pieces = self._keys[start:stop], self._pieces(file, start, stop, first, last)
-        if last - first == stop - start and len(set(name_ids)) == 1:
-            name = names[name_ids[0]]
-            for key, data in zip(keys, pieces, strict=True):
-                yield {"__key__": key, name: data}
-            return
-        files = zip(name_ids, pieces, strict=True)
-        for key, count in zip(keys, np.diff(firsts).tolist(), strict=True):
-            sample: dict[str, Any] = {"__key__": key}
-            for number, data in islice(files, count):
-                sample[names[number]] = data
-            yield sample
+class _DamagedArchiveError(Exception):
+    """An archive that cannot be read to its end. Never reaches the user."""
 
-    def _pieces(
-        self, file: ShardFile, start: int, stop: int, first: int, last: int
-    ) -> Iterator[bytes]:
-        """Yield the bytes of the files of samples: large ones are read one by one."""
-        begin, end = int(self._offsets[first]), int(self._ends[stop - 1])
-        offsets, sizes = self._offsets[first:last].tolist(), self._sizes[first:last].tolist()
-        if end - begin > _LARGE_BYTES * (last - first):
-            for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True), first):
-                data = file.read(offset, size)
-                if len(data) < size:
-                    sample = int(np.searchsorted(self._firsts, number, side="right")) - 1
-                    raise unreadable(self._path, f"it ends at byte {offset + len(data)}", sample)
-                yield data
-            return
-        data = file.read(begin, end - begin)
-        if len(data) < end - begin:
-            raise unreadable(self._path, f"it ends at byte {begin + len(data)}", start)
-        for offset, size in zip(offsets, sizes, strict=True):
-            yield data[offset - begin : offset - begin + size]
+
+class _Member(tarfile.TarInfo):
+    """A header, of which ``tarfile`` otherwise takes a damaged one for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
+        """Return the next header.
+
+        Raises:
+            EOFHeaderError: At the end of the archive.
+            _DamagedArchiveError: If there is no header, and no end.
+        """
+        try:
+            return super().fromtarfile(tarfile_)
+        except _tarfile.EOFHeaderError:
+            raise
+        except _tarfile.EmptyHeaderError:
+            if not tarfile_.offset:  # an empty file is an archive without a file
+                raise _tarfile.EOFHeaderError from None
+            raise _DamagedArchiveError("it ends without a block of zeros, so it was cut") from None
+        except (tarfile.HeaderError, ValueError) as error:
+            text = f"at byte {tarfile_.offset} is no header of a tar archive"
+            raise _DamagedArchiveError(text) from error
 
 
 def _make(path: str) -> Arrays:
@@ -179,14 +158,19 @@ def _make(path: str) -> Arrays:
     offsets, sizes, name_ids = list[int](), list[int](), list[int]()
     names = dict[str, int]()  # each extension, and its number
     twice = dict[int, str]()
-    try:
-        with open_file(path) as file:
-            size = None if is_compressed(path) else os.fstat(file.fileno()).st_size
-            ahead = ReadAhead(None if size is None else file.fileno())
-            for name, offset, nbytes in files_of(file, size):
-                ahead.reach(offset)
+    name = ""
+    with open_file(path) as file:
+        ahead = ReadAhead(file, path)
+        try:
+            archive = _tarfile.TarFile(fileobj=file, tarinfo=_Member, encoding="utf-8")
+            while (member := archive.next()) is not None:
+                archive.members.clear()
+                name = member.name
+                if member.issparse():
+                    raise _DamagedArchiveError(f"{name} is a sparse file; pack it without --sparse")
+                ahead.reach(member.offset_data)
                 parts = _NAME.fullmatch(name)
-                if parts is None or _META.match(name):
+                if not member.isreg() or parts is None or _META.match(name):
                     continue
                 key, extension = parts[1], parts[2].lower()
                 if not keys or key != keys[-1]:
@@ -196,18 +180,21 @@ def _make(path: str) -> Arrays:
                 if number in name_ids[firsts[-1] :]:
                     twice.setdefault(len(keys) - 1, name)
                 name_ids.append(number)
-                offsets.append(offset)
-                sizes.append(nbytes)
-    except DamagedArchiveError as error:
-        raise unreadable(path, f"after {counted(len(keys), 'sample')}, {error}") from error
+                offsets.append(member.offset_data)
+                sizes.append(member.size)
+        except (tarfile.ReadError, _DamagedArchiveError) as error:
+            is_cut = isinstance(error, tarfile.ReadError)
+            problem = f"it ends in the middle of the file {name}" if is_cut else error
+            whole = counted(max(0, len(keys) - is_cut), "sample")
+            raise unreadable(path, f"after {whole}, {problem}") from error
     return {
         "firsts": np.array([*firsts, len(offsets)], np.int64),
         "offsets": np.array(offsets, np.int64),
         "sizes": np.array(sizes, np.int64),
+        "twice": np.array(list(twice), np.int64),
         "name_ids": np.array(name_ids, np.int32),
         "keys": _joined(keys),
         "names": _joined(list(names)),
-        "twice": np.array(list(twice), np.int64),
         "twice_names": _joined(list(twice.values())),
     }
 

@@ -51,6 +51,17 @@ def test_a_sample_with_two_files_of_one_name_is_left_out(tmp_path):
     assert [each.index for each in failures] == [f"record 1 of shard {path}"]
 
 
+def test_a_tar_shard_that_was_cut_between_two_files_is_left_out(tmp_path):
+    paths = [str(tmp_path / name) for name in ("a.tar", "b.tar")]
+    for path, size in zip(paths, (2 * 1024, None), strict=True):
+        write(path, tar_bytes([("a.cls", b"1"), ("b.cls", b"2")])[:size])
+    found, failures = load(paths, open_tar, on_error="skip")
+    assert [record["__key__"] for record in found] == ["a", "b"]
+    assert [each.index for each in failures] == [f"record 0 of shard {paths[0]}"]
+    with pytest.raises(ShardError, match="after 2 samples, it ends without a block of zeros"):
+        load(paths, open_tar)
+
+
 class Stuck:
     """Names record 0 in every error, so that it cannot be gone past."""
 

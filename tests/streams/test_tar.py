@@ -85,7 +85,7 @@ ODD_ARCHIVES = {
     "a sample that others split": tar_bytes([("a.jpg", b"1"), ("b.jpg", b"2"), ("a.cls", b"3")]),
     "extensions in capitals": tar_bytes([("a.JPG", b"1"), ("a.Seg.PNG", b"2")]),
     "no file": tar_bytes([]),
-    "no end": tar_bytes([("a.jpg", b"1" * 600)])[:2048],
+    "an end of one block": tar_bytes([("a.jpg", b"1" * 600)])[: 1536 + 512],
     "two archives": tar_bytes([("a.jpg", b"1")]) + tar_bytes([("b.jpg", b"2")]),
     "nothing": None,
 }
@@ -130,6 +130,7 @@ THREE = [("a.jpg", b"1" * 600), ("b.jpg", b"2" * 600), ("c.jpg", b"3" * 600)]
         (512 + 1024 + 512 + 599, "after 1 sample, it ends in the middle of the file b.jpg"),
         (512 + 1024 + 100, "after 1 sample, at byte 1536 is no header of a tar archive"),
         (100, "after 0 samples, at byte 0 is no header of a tar archive"),
+        (2 * 1536, "after 2 samples, it ends without a block of zeros, so it was cut"),
     ],
 )
 def test_a_cut_archive_is_an_error_before_the_first_sample(tmp_path, ending, size, problem):
@@ -208,7 +209,7 @@ def test_the_samples_around_two_files_of_one_name_are_read(tmp_path, ending):
 def test_a_sparse_file_is_refused(tmp_path):
     path = str(tmp_path / "a.tar")
     info = member("a.jpg", pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})
-    write(path, tar_bytes([(info, b"1")]))
+    write(path, tar_bytes([(info, b"1\n0\n1\n".ljust(512, b"\0") + b"1")]))
     with pytest.raises(ShardError, match=r"a\.jpg is a sparse file; pack it without --sparse"):
         open_tar.count(path)
 
