@@ -113,15 +113,13 @@ class _Helper(BackgroundThread):
         self._batches = batches
 
     def work(self) -> None:
-        while self._serve_one():
-            pass
-
-    def _serve_one(self) -> bool:
-        with self.resting():
-            batch = self._batches.get()
-        if batch is not None:
+        while True:
+            with self.resting():
+                batch = self._batches.get()
+            if batch is None:
+                return
             batch.work()
-        return batch is not None
+            del batch
 
 
 class _LoopThread(BackgroundThread):
@@ -143,8 +141,8 @@ class _LoopThread(BackgroundThread):
         """Await the samples of a batch in tasks."""
 
         def begin() -> None:
-            samples = [batch.await_samples() for _ in range(batch.share_count)]
-            self._tasks = [*map(self._loop.create_task, samples)]
+            shares = [batch.await_samples() for _ in range(batch.share_count)]
+            self._tasks = [*map(self._loop.create_task, shares)]
 
         self._loop.call_soon_threadsafe(begin)
 

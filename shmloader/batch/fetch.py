@@ -119,35 +119,32 @@ class MapFetcher:
         collate: Collator,
         on_error: OnError = "raise",
         where: str = "in the main process",
-        *,
         concurrent_fetcher: ConcurrentFetcher | None = None,
         rng: SampleRng | None = None,
         watch: SampleWatch | None = None,
+        *,
         load: Load | None = None,
     ) -> None:
         self._config, self._dataset, self._collate = config, dataset, collate
         self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
         # None if bad samples are neither skipped nor replaced.
         self._report = None if self._is_strict else SampleReport()
-        self._concurrent_fetcher = concurrent_fetcher
+        self._concurrent_fetcher, self._rng = concurrent_fetcher, rng
         # What is called for each sample, in order, before several are loaded at once.
-        self._begins: list[Callable[[], None]] = []
-        self._list_wrappers: list[Load] = []
+        self._begins = [one.begin_sample for one in (rng, watch) if one is not None]
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
+        # What loads a sample, and what loads several by one call.
+        self._wrappers: list[tuple[Load, Load]] = (
+            [] if watch is None else [(watch.load, watch.load_list)]
+        )
+        if load is not None:
+            self._wrappers.append((load, load))
         get = _getter(dataset)
-        self._begin_rng = None if rng is None else rng.begin_sample
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
-        if rng is not None:
-            self._begins.append(rng.begin_sample)
-        if watch is not None:
-            self._begins.append(watch.begin_sample)
-            self._list_wrappers.append(watch.load_list)
-            get = functools.partial(watch.load, get)
-        if load is not None:
-            self._list_wrappers.append(load)
-            get = functools.partial(load, get)
+        for wrap, _ in self._wrappers:
+            get = functools.partial(wrap, get)
         self._get = get
 
     def pop_report(self) -> SampleReport | None:
@@ -197,9 +194,9 @@ class MapFetcher:
 
     def collate(self, samples: Any, indices: Any) -> Any:
         """Return the batch of samples that were loaded elsewhere, and use no random numbers."""
-        if self._begin_rng is not None:
-            for _ in range(len(samples)):
-                self._begin_rng()
+        if self._rng is not None:
+            for _ in samples:
+                self._rng.begin_sample()
         return self._collate(samples, indices)
 
     def _load(self, indices: Any) -> Any:
@@ -208,7 +205,7 @@ class MapFetcher:
         getitems = _list_getter(self._dataset) if self._loads_lists else None
         if getitems is None:
             return self._load_each(self._get, indices)
-        for wrap in self._list_wrappers:
+        for _, wrap in self._wrappers:
             getitems = functools.partial(wrap, getitems)
         try:
             samples = getitems(indices)
@@ -244,12 +241,10 @@ class MapFetcher:
                 sample = get(key)
             except BaseException as error:
                 index = key if fetcher is None else key.index
-                if not self._is_bad(error, _named(index)):
+                if not self._is_bad(error, f"The {_named(index)}"):
                     raise
-                if fetcher is None:
-                    sample = self._replacement(index, error)
-                else:
-                    sample = key.context.run(self._replacement, index, error)
+                run = operator.call if fetcher is None else key.context.run
+                sample = run(self._replacement, index, error)
             add(sample)
         return samples
 
@@ -273,7 +268,7 @@ class MapFetcher:
             return self._on_error(index, error)
         except BaseException as raised:
             if not is_from_outside(raised):
-                add_note(raised, f"It was raised by on_error for {_named(index, 'the')}.")
+                add_note(raised, f"It was raised by on_error for the {_named(index)}.")
             raise
 
     def _without_skipped(self, samples: list[Any], index: Any) -> tuple[list[Any], Any]:
@@ -291,8 +286,8 @@ class MapFetcher:
         return good, [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
 
 
-def _named(index: Any, article: str = "The") -> str:
-    return f"{article} sample of index {describe_index(index)}"
+def _named(index: Any) -> str:
+    return f"sample of index {describe_index(index)}"
 
 
 def _copy(sample: Any) -> Any:

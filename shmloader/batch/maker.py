@@ -97,32 +97,14 @@ class BatchMaker:
         collator = Collator(
             collate_fn, timer, takes_list=config.auto_collation, writer=writer, rng=rng
         )
+        common = config, dataset, collator, on_error, where
         if config.reads:
             self.rng = None  # each record has its own position
-            self.fetcher = ReaderFetcher(
-                dataset,
-                collator,
-                takes_list=config.auto_collation,
-                is_strict=on_error == "raise",
-                where=where,
-                rng=rng,
-                watch=sample_watch,
-                opened=opened,
-            )
+            self.fetcher = ReaderFetcher(*common, rng, sample_watch, opened)
         elif config.is_iterable:
             self.fetcher = StreamFetcher(config, dataset, collator, rng, sample_watch)
         else:
-            self.fetcher = MapFetcher(
-                config,
-                dataset,
-                collator,
-                on_error,
-                where,
-                concurrent_fetcher=concurrent_fetcher,
-                rng=rng,
-                watch=sample_watch,
-                load=load,
-            )
+            self.fetcher = MapFetcher(*common, concurrent_fetcher, rng, sample_watch, load=load)
         #: Returns the report on the samples since the last call; None if there is none.
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
         self._save: Callable[[Keep[Any]], Any] = self.fetcher.save

@@ -3,16 +3,16 @@
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmloader.batch.collator import Collator
-from shmloader.batch.failures import BadSample, RecordName, SampleReport, add_note
-from shmloader.batch.fetch import EmptyBatchError, is_from_outside
-from shmloader.batch.sample_rng import SampleRng
+from shmloader.batch.failures import BadSample, OnError, RecordName, SampleReport, add_note
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig, is_from_outside
+from shmloader.batch.sample_rng import SampleRng, Use
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.streams.fingerprints import check_sizes
-from shmloader.streams.reader import Found, Reader, Reading
+from shmloader.streams.reader import Found, Reading
 from shmloader.streams.stages import Failed, Guard, Item, Key, Run, Stage
 from shmloader.streams.stream import Stream
 
@@ -36,35 +36,27 @@ class ReaderFetcher:
 
     Attributes:
         report: The report on the batch that is being made.
-        rng, is_strict, where, watch: See the arguments.
+        is_strict: Whether an exception of a record is raised; otherwise the record is left out.
+        where, rng, watch: See :class:`~shmloader.batch.maker.BatchMaker`; for the others, too.
 
     Args:
-        stream: The stream.
-        collate: Makes batches of records.
-        takes_list: Whether it takes a list of records rather than one.
-        is_strict: Whether an exception of a record is raised; otherwise the record is left out.
-        where: Where this runs, for texts of failures.
-        rng: Seeds the random generators of each record; None without a seed.
-        watch: Watches how long records take; None if they may take any time.
-        opened: The readers that this and other fetchers have begun; a reader is in it while none
-            of them uses it.
+        opened: For each reader that this and other fetchers have begun and none of them uses: the
+            number of its epoch, the reader, and its guard.
     """
 
     def __init__(
         self,
+        config: FetchConfig,
         stream: Stream,
         collate: Collator,
-        *,
-        takes_list: bool,
-        is_strict: bool,
+        on_error: OnError,
         where: str,
         rng: SampleRng | None,
         watch: SampleWatch | None,
         opened: dict[int, Any] | None = None,
     ) -> None:
-        self._stream, self._collate, self.rng = stream, collate, rng
-        self._takes_list, self.is_strict, self.where = takes_list, is_strict, where
-        self.watch = watch
+        self._stream, self._collate, self._takes_list = stream, collate, config.auto_collation
+        self.is_strict, self.where, self.rng, self.watch = on_error == "raise", where, rng, watch
         self._opened = {} if opened is None else opened
         self.report = ReadReport()
 
@@ -103,19 +95,18 @@ class ReaderFetcher:
         return records
 
     def _fetch(self, reading: Reading) -> Any:
-        opened = self._opened.pop(reading.reader, None)
-        if opened is None or opened.epoch != reading.epoch:
+        epoch, reader, guard = self._opened.pop(reading.reader, (None, None, None))
+        if epoch != reading.epoch:
             if reading.sizes:
                 shards = self._stream.root.shards(reading.epoch, reading.reader)
                 check_sizes(shards, reading.sizes)
             guard = LoaderGuard()
             run = Run(reading.reader, self._stream.readers, reading.epoch, guard)
-            opened = OpenReader(reading.epoch, self._stream.begin(run), guard)
-        opened.guard.fetcher = self
-        opened.reader.seek(reading)
-        group, found = opened.reader.make(reading.ahead)
-        self._opened[reading.reader] = opened
-        self.report.found = found
+            reader = self._stream.begin(run)
+        guard.fetcher = self
+        reader.seek(reading)
+        group, self.report.found = reader.make(reading.ahead)
+        self._opened[reading.reader] = reading.epoch, reader, guard
         records = self._checked(group or [])
         if not records:
             raise EmptyBatchError
@@ -140,7 +131,10 @@ class LoaderGuard(Guard):
         """Return ``function(record)``, or a Failed."""
         (key, record), rng = item, self.fetcher.rng
         if rng is not None:
-            rng.begin_record(_as_one(_named(stage, key[:-1])), key[-1])
+            first = 1  # as one number, which no other numbers below 2**32 make, in whatever count
+            for number in _named(stage, key[:-1]):
+                first = first << 32 | number
+            rng.seed(Use.RECORD, first, key[-1])
         try:
             if self.fetcher.watch is None:
                 return function(record)
@@ -178,29 +172,7 @@ class LoaderGuard(Guard):
         return Failed(error)
 
 
-class OpenReader(NamedTuple):
-    """A reader that was begun.
-
-    Attributes:
-        epoch: Number of its epoch.
-        reader: The reader.
-        guard: Its guard.
-    """
-
-    epoch: int
-    reader: Reader
-    guard: LoaderGuard
-
-
 def _named(stage: Stage, key: Key) -> tuple[int, ...]:
     """Return numbers for a key and a stage, which no others have."""
     source = stage.run.source
     return len(source), *source, stage.number, *key
-
-
-def _as_one(numbers: tuple[int, ...]) -> int:
-    """Return a number that no other numbers below 2**32 have, in whatever count."""
-    found = 1
-    for number in numbers:
-        found = found << 32 | number
-    return found

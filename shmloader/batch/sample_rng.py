@@ -177,6 +177,7 @@ class SampleRng:
     """Seeds the generators of the samples that one fetcher loads. One thread at a time uses it.
 
     Attributes:
+        epoch: Number of the epoch; None until it is known.
         position: Number of the next sample of an iterable dataset, in the epoch and in this
             worker's stream, from 0. It is set from outside when the dataset is resumed.
 
@@ -205,7 +206,7 @@ class SampleRng:
         draws_nothing: bool = False,
     ) -> None:
         self._seed, self._worker_id, self._is_iterable = seed, worker_id, is_iterable
-        self._epoch: int | None = None
+        self.epoch: int | None = None
         self._digests: list[hashlib.blake2b] = []
         if epoch is not None:
             self._begin_epoch(epoch)
@@ -222,7 +223,7 @@ class SampleRng:
     def at(self, positioned: PositionedIndices) -> Iterator[Any]:
         """Set the position of the samples that are loaded in a block, which gets the indices."""
         self._positioned = positioned
-        if positioned.epoch != self._epoch:
+        if positioned.epoch != self.epoch:
             self._begin_epoch(positioned.epoch)
         self._count = self._batch_start = 0
         before = _CURRENT.set(None)
@@ -233,13 +234,8 @@ class SampleRng:
             self._restore_globals()
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._digests = [_begin_digest(use, self._seed, epoch) for use in Use]
-
-    @property
-    def knows_epoch(self) -> bool:
-        """Whether the epoch is known, so that ``iter(dataset)`` may be called."""
-        return self._epoch is not None
 
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Seed for the next sample of the ticket, and return ``get(index)``."""
@@ -251,24 +247,20 @@ class SampleRng:
         number = self._count
         self._count += 1
         if not self._draws_nothing:
-            self._set(Use.SAMPLE, *self._positioned.key(number))
+            self.seed(Use.SAMPLE, *self._positioned.key(number))
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""
         position = self.position
         self.position += 1
         self._count += 1
-        self._set(Use.STREAM_SAMPLE, self._worker_id, position)
-
-    def begin_record(self, first: int, second: int) -> None:
-        """Seed for a record of a stream of shards, which two numbers name."""
-        self._set(Use.RECORD, first, second)
+        self.seed(Use.STREAM_SAMPLE, self._worker_id, position)
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[None]:
         """Seed for ``iter(dataset)``, which is called in this block."""
         before, own = _CURRENT.get(), self._own
-        self._set(Use.STREAM, self._worker_id, 0)
+        self.seed(Use.STREAM, self._worker_id, 0)
         try:
             yield
         finally:
@@ -279,15 +271,16 @@ class SampleRng:
     def begin_collate(self) -> None:
         """Seed for collating the samples that were begun since the last batch."""
         if self._is_iterable:
-            self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
+            self.seed(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
         else:
-            self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
+            self.seed(Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def end_batch(self) -> None:
         """End a batch of the ticket. A next one, of another shard, may follow."""
         self._batch_start = self._count
 
-    def _set(self, use: Use, first: int, second: int) -> None:
+    def seed(self, use: Use, first: int, second: int) -> None:
+        """Seed for what two numbers name; see :class:`Use`."""
         digest = self._digests[use]
         _CURRENT.set(_Current(digest, (first, second)))
         if self._sets_global:

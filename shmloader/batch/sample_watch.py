@@ -82,21 +82,8 @@ class SampleWatch:
         number = _NUMBER.get()
         if number is None:
             number = self._next_number()
-        text = self._hung.get(number)
-        if text is not None:
-            limit = f"sample_timeout={self._timeout_s:g} s"
-            limit = f"{count} × {limit}" if what.startswith("__getitems__") else limit
-            raise SampleTimeoutError(
-                f"{what or f'sample {index!r}'} took longer than {limit}. {text}"
-            )
-        self._begin_work(number, count)
-        try:
-            sample = get(index)
-            if inspect.iscoroutine(sample):
-                return self._awaited(number, sample)
-        finally:
-            self._end_work(number)
-        return sample
+        sample = self.call(get, index, number, lambda: what or f"sample {index!r}", count)
+        return self._awaited(number, sample) if inspect.iscoroutine(sample) else sample
 
     def load_list(self, get: Callable[[Any], Any], indices: Any) -> Any:
         """Call ``get(indices)``, which loads several samples, watch it, and return its result."""
@@ -104,25 +91,31 @@ class SampleWatch:
         return self.load(get, indices, count, f"__getitems__ of {count} samples")
 
     def call(
-        self, function: Callable[[Any], Any], argument: Any, number: int, what: Callable[[], str]
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        number: int,
+        what: Callable[[], str],
+        count: int = 1,
     ) -> Any:
-        """Call ``function(argument)`` for a record of a stream of shards, and watch it.
+        """Call ``function(argument)``, watch it, and return its result.
 
         Args:
-            function: What is called. It is no coroutine function.
+            function: What loads the sample, or the record of a stream of shards.
             argument: Its argument.
-            number: A number for the record, the same in all workers.
-            what: Returns the name of the record.
+            number: The sample's number; for a record one that is the same in all workers.
+            what: Returns the name of the sample.
+            count: How many samples the call loads.
 
         Raises:
-            SampleTimeoutError: If the record hung before.
+            SampleTimeoutError: If the sample hung before.
         """
         text = self._hung.get(number)
         if text is not None:
-            raise SampleTimeoutError(
-                f"{what()} took longer than sample_timeout={self._timeout_s:g} s. {text}"
-            )
-        self._begin_work(number, 1)
+            limit = f"sample_timeout={self._timeout_s:g} s"
+            limit = limit if count == 1 else f"{count} × {limit}"
+            raise SampleTimeoutError(f"{what()} took longer than {limit}. {text}")
+        self._begin_work(number, count)
         try:
             return function(argument)
         finally:

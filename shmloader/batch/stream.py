@@ -71,7 +71,7 @@ class StreamFetcher:
         self._has_hung = False
         if rng is None:
             self.iterator = iter(dataset)
-        elif rng.knows_epoch:
+        elif rng.epoch is not None:
             self._begin(rng)
 
     def resume(self, saved: Saved) -> None:
