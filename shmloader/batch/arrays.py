@@ -78,32 +78,17 @@ def is_plain_data(dataset: Any) -> bool:
     """Whether indexing a dataset runs no code of the user's, and so draws no random numbers.
 
     This is known of tensors, arrays, lists, tuples and ranges, and of torch's ``TensorDataset``,
-    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these, and of columns of Arrow tables that
-    are read from their buffers. Any other dataset may draw them.
-    """
-    if is_arrow(dataset):
-        return find_fields(dataset) is not None
-    if type(dataset) is Subset and type(dataset.indices) not in (*_ARRAYS, *_INDICES):
-        return False
-    parts = _parts_of(dataset)
-    if parts is not None:
-        return all(map(is_plain_data, parts))
-    return type(dataset) in (*_ARRAYS, *_SEQUENCES, TokenBlocks)
-
-
-def is_worker_independent(dataset: Any) -> bool:
-    """Whether samples are the same in whichever worker, of a dataset that may be columns.
-
-    Judged without reading indices or columns, which :func:`is_plain_data` does.
+    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these, and of plain columns of Arrow
+    tables. Any other dataset may draw them. Reads neither indices nor columns.
     """
     if is_arrow(dataset):
         return runs_no_user_code(dataset)
     parts = _parts_of(dataset)
     if parts is None:
-        return type(dataset) in (*_ARRAYS, TokenBlocks)
+        return type(dataset) in (*_ARRAYS, *_SEQUENCES, TokenBlocks)
     if type(dataset) is Subset and type(dataset.indices) not in (*_ARRAYS, *_INDICES):
         return False
-    return _is_unpatched(dataset) and all(map(is_worker_independent, parts))
+    return _is_unpatched(dataset) and all(map(is_plain_data, parts))
 
 
 # Columns ----------------------------------------------------------------------------------
@@ -160,20 +145,16 @@ class Columns(NamedTuple):
     row_map: RowMap | None = None
 
 
-def may_be_columns(dataset: Any) -> bool:
-    """Whether :func:`find_columns` may find columns, judging by the classes only."""
+def may_be_columns(dataset: Any, *, are_collated: bool = True) -> bool:
+    """Whether :func:`find_columns` may find columns, judging by the classes only.
+
+    Without ``are_collated``, whether they may have samples that can be read one by one.
+    """
     kind = type(dataset)
-    if kind in (Subset, StackDataset):
-        return all(map(may_be_columns, _parts_of(dataset)))
-    return kind in _ARRAYS or kind in (TensorDataset, TokenBlocks) or is_arrow(dataset)
-
-
-def may_have_samples(dataset: Any) -> bool:
-    """Whether :func:`find_columns` may find columns that samples of one by one are read from."""
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    return is_arrow(inner)
+    if kind is Subset or (kind is StackDataset and are_collated):
+        return all(may_be_columns(one, are_collated=are_collated) for one in _parts_of(dataset))
+    is_column = kind in (*_ARRAYS, TensorDataset, TokenBlocks)
+    return (are_collated and is_column) or is_arrow(dataset)
 
 
 def find_columns(dataset: Any) -> Columns | None:
@@ -185,56 +166,42 @@ def find_columns(dataset: Any) -> Columns | None:
     and arrays of foreign byte order. Columns of an Arrow table are found as well, and may be texts.
     """
     kind = type(dataset)
-    if is_arrow(dataset) or kind in _ARRAYS or kind is TokenBlocks:
-        return _arrow_columns(dataset) if is_arrow(dataset) else _array_columns(dataset)
+    if is_arrow(dataset):
+        row_map, by_key = find_fields(dataset) or (None, {})
+        columns = Columns(DICT, tuple(by_key), tuple(by_key.values()), len(dataset), row_map)
+        return columns if by_key else None
+    if kind in _ARRAYS or kind is TokenBlocks:
+        source = _source_of(dataset)
+        return None if source is None else Columns(BARE, (), (Column(source),), len(dataset))
     if kind is ConcatDataset or _parts_of(dataset) is None or not _is_unpatched(dataset):
         return None
     if kind is Subset:
         return _subset(dataset)
     parts = dataset.tensors if kind is TensorDataset else dataset.datasets
-    is_dict = isinstance(parts, dict)
+    container, keys = (DICT, tuple(parts)) if isinstance(parts, dict) else (LIST, ())
     fields: list[Column | Field] = []
-    for part in parts.values() if is_dict else parts:
+    for part in _parts_of(dataset):
         one = find_columns(part)
         if one is None or one.container != BARE or one.length != len(dataset):
             return None
         fields += one.fields
-    if not fields:
-        return None
-    return Columns(
-        DICT if is_dict else LIST, tuple(parts) if is_dict else (), tuple(fields), len(dataset)
-    )
+    return Columns(container, keys, tuple(fields), len(dataset)) if fields else None
 
 
-def _array_columns(dataset: Any) -> Columns | None:
-    column = _blocks(dataset) if type(dataset) is TokenBlocks else _column_of(dataset)
-    return None if column is None else Columns(BARE, (), (column,), len(dataset))
-
-
-def _arrow_columns(dataset: Any) -> Columns | None:
-    found = find_fields(dataset)
-    if found is None:
-        return None
-    row_map, fields = found
-    return Columns(DICT, tuple(fields), tuple(fields.values()), len(dataset), row_map)
-
-
-def _column_of(rows: Any) -> Column | None:
+def _source_of(rows: Any) -> RowSource | None:
     """Return the rows of an array; None if torch makes something else of a batch of them."""
+    dtype = None
+    if type(rows) is TokenBlocks:
+        if rows.boundaries is not None:  # samples have further fields
+            return None
+        rows, dtype = rows.rows, torch.int64
     if isinstance(rows, np.ndarray):
         rows = _tensor_of(rows)
     if rows is None or rows.layout is not torch.strided or rows.ndim == 0 or not rows.is_cpu:
         return None
     is_odd = rows.is_nested or rows.is_conj() or rows.is_neg() or rows._is_zerotensor()
-    if is_odd or rows.requires_grad or rows.dtype not in GATHERED_DTYPES:
-        return None
-    return Column(RowSource(rows))
-
-
-def _blocks(blocks: TokenBlocks) -> Column | None:
-    """Return the blocks of tokens; None if their samples have further fields."""
-    rows = _tensor_of(blocks.rows) if blocks.boundaries is None else None
-    return None if rows is None else Column(RowSource(rows, torch.int64))
+    is_known = dtype is not None or rows.dtype in GATHERED_DTYPES
+    return None if is_odd or rows.requires_grad or not is_known else RowSource(rows, dtype)
 
 
 def _tensor_of(array: Any) -> torch.Tensor | None:

@@ -27,9 +27,7 @@ from torch.utils.data.dataloader import (
 
 from shmloader.batch.arrays import (
     is_plain_data,
-    is_worker_independent,
     may_be_columns,
-    may_have_samples,
 )
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
@@ -551,9 +549,8 @@ class DataLoader(ResumableLoader[_T_co]):
                 on_error == "raise"
                 and is_map
                 and stream is None
-                and may_be_columns(self.dataset)
                 and collates
-                and (is_plain(self.collate_fn) or may_have_samples(self.dataset))
+                and may_be_columns(self.dataset, are_collated=is_plain(self.collate_fn))
             ),
             told_epoch=parts.dataset_epoch.told if count and not is_host else None,
             has_budget=keeps_size and any(map(seekable, self._all_samplers)),
@@ -582,7 +579,7 @@ class DataLoader(ResumableLoader[_T_co]):
             fetch.takes_arrays
             and is_plain(self.collate_fn)
             and self.worker_init_fn is None
-            and is_worker_independent(self.dataset)
+            and is_plain_data(self.dataset)
         )
         is_free = (seed is not None or not self.in_order or is_same) and (count > 1 or is_host)
         return config.replace(

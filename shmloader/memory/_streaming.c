@@ -1,9 +1,8 @@
 /* Copies many samples in one call, and receives messages.
  *
  * copy_rows writes large rows, which this process will not read again, past the caches.
- * gather_rows copies rows of one array, chosen by their numbers, and converts what is in them.
- * gather_fields does so for all fields of a batch, and finds their rows before.
- * find_lists finds lists of an Arrow table, which gather_rows copies if they have one length.
+ * gather_fields finds rows of arrays by their numbers, copies them, and converts what is in them.
+ * find_lists finds lists of an Arrow table, which gather_fields copies if they have one length.
  * copy_sequences writes samples of different lengths, and fills what is between them.
  * receive looks for a message some times; in Python each vain look would cost an exception.
  * receive_any does so with several sockets.
@@ -103,7 +102,7 @@ CONVERTER(int64_of_int32, int32_t, int64_t)
 CONVERTER(int64_of_uint32, uint32_t, int64_t)
 CONVERTER(float_of_double, double, float)
 
-/* What gather_rows can do, by the letters that module struct has for the two types. */
+/* What gather_fields can do, by the letters that module struct has for the two types. */
 static const struct kind {
     int from, to;
     size_t from_bytes, to_bytes;
@@ -170,32 +169,6 @@ static void copy_chosen(char *out, const char *first, Py_ssize_t step, Py_ssize_
         finish();
 }
 
-static PyObject *gather_rows(PyObject *module, PyObject *args)
-{
-    unsigned long long target, source;
-    Py_ssize_t step, count, rows;
-    int from, to, streams;
-    Py_buffer at;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KKnnCCny*p", &target, &source, &step, &count, &from, &to, &rows,
-                          &at, &streams))
-        return NULL;
-    const struct kind *kind = find_kind(from, to, source | (uint64_t)step, target);
-    int is_right = count >= 0 && rows >= 0 && (at.len == rows * 4 || at.len == rows * 8);
-    if (kind != NULL && is_right) {
-        Py_BEGIN_ALLOW_THREADS
-        copy_chosen((char *)(uintptr_t)target, (const char *)(uintptr_t)source, step, count, kind,
-                    rows, at.buf, at.len == rows * 4, streams);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&at);
-    if (kind == NULL)
-        Py_RETURN_FALSE;
-    if (!is_right)
-        return PyErr_Format(PyExc_ValueError, "there is no int32 or int64 for each row");
-    Py_RETURN_TRUE;
-}
-
 static int64_t offset_at(const char *offsets, int64_t at, int width)
 {
     return width == 4 ? ((const int32_t *)offsets)[at] : ((const int64_t *)offsets)[at];
@@ -247,7 +220,7 @@ static PyObject *find_lists(PyObject *module, PyObject *args)
 /* A field of gather_fields. Addresses are 0 where there is nothing. */
 struct field {
     int64_t offset;                                /* of the field, from the target */
-    int64_t source, step, count, from, to, streams; /* as gather_rows has them */
+    int64_t source, step, count, from, to, streams; /* see gather_fields */
     int64_t mapping;                               /* the row of each index: int64 */
     int64_t chunks, chunk_count;                   /* as find_lists has them */
     int64_t offsets, width;                        /* the same; without offsets, a row's elements */
@@ -495,19 +468,17 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, sources, row_bytes)\n--\n\n"
      "Copy row_bytes from each address in the list sources, one after the other, to target."},
-    {"gather_rows", gather_rows, METH_VARARGS,
-     "gather_rows(target, source, step, count, from, to, rows, at, streams)\n--\n\n"
-     "Copy so many rows of count elements to target, one after the other: row i is at[i] steps, of\n"
-     "so many bytes, from source. Its elements are converted, from and to types by their letters in\n"
-     "module struct; with \"B\" and \"B\" they are bytes, which may be streamed past the caches. at is\n"
-     "int32 or int64. Return False, and do nothing, for other types, or if they are not aligned."},
     {"gather_fields", gather_fields, METH_VARARGS,
      "gather_fields(target, table, rows, at)\n--\n\n"
      "Gather so many rows of several fields. table has 13 int64 for each field: its offset from\n"
-     "target; source, step, count, from, to and streams of gather_rows; and how its rows are found:\n"
-     "the address of what maps indices to rows, that of the chunks of find_lists, how many there\n"
-     "are, the address of the offsets, their width, and the length that all lists must have. With\n"
-     "chunks but no offsets, a row has width elements. Return whether all fields were gathered."},
+     "target; the address of the first row, the bytes from one row to the next, and the elements of\n"
+     "a row; the types from and to which these are converted, by their letters in module struct, of\n"
+     "which \"B\" and \"B\" mean bytes; whether these are streamed past the caches; and how rows are\n"
+     "found: the address of what maps indices to rows, that of the chunks of find_lists, how many\n"
+     "there are, the address of the offsets, their width, and the length that all lists must have.\n"
+     "With chunks but no offsets, a row has width elements. at has a row's index each, int32 or\n"
+     "int64. Return whether all fields were gathered: other types and addresses that are not aligned\n"
+     "cannot be."},
     {"find_lists", find_lists, METH_VARARGS,
      "find_lists(rows, chunks, offsets, width, found)\n--\n\n"
      "Write where the lists of these rows begin, and then their lengths, to found. chunks has the\n"

@@ -1,18 +1,6 @@
 from typing import Any
 
 def copy_rows(target: int, sources: list[int], row_bytes: int, /) -> None: ...
-def gather_rows(
-    target: int,
-    source: int,
-    step: int,
-    count: int,
-    from_: str,
-    to: str,
-    rows: int,
-    at: Any,
-    streams: bool,
-    /,
-) -> bool: ...
 def gather_fields(target: int, table: Any, rows: int, at: Any, /) -> bool: ...
 def find_lists(rows: Any, chunks: Any, offsets: int, width: int, found: Any, /) -> int: ...
 def copy_sequences(

@@ -13,7 +13,6 @@ except ImportError:
     _streaming = None
 
 copy_rows: Callable[..., None] | None = getattr(_streaming, "copy_rows", None)
-gather_rows: Callable[..., bool] | None = getattr(_streaming, "gather_rows", None)
 gather_fields: Callable[..., bool] | None = getattr(_streaming, "gather_fields", None)
 find_lists: Callable[..., int] | None = getattr(_streaming, "find_lists", None)
 copy_sequences: Callable[..., bool] | None = getattr(_streaming, "copy_sequences", None)

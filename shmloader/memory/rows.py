@@ -5,13 +5,13 @@ fetches the next rows meanwhile. Without it, torch and NumPy gather.
 """
 
 import math
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmloader.memory.compiled import gather_fields as _gather_fields
-from shmloader.memory.compiled import gather_rows as _gather_rows
 from shmloader.memory.writer import ROW_BYTES, STREAM_BYTES
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,8 +30,8 @@ _LETTERS = {
     torch.float32: "f", torch.float64: "d",
 }  # fmt: skip
 
-# Numbers of an entry in the table of fields.
-_ENTRY_NUMBERS = 13
+#: For rows that indices name: there is nothing to find.
+DIRECT = (0,) * 6
 
 # Larger batches outside of slots are left to torch, which gathers them on several threads.
 _ALONE_BYTES = 1 << 20
@@ -56,15 +56,15 @@ class RowSource:
         self._given = dtype
         # Shows whether the tensor still has the memory and the strides that it has now.
         self._memory = tensor.detach()
-        # The arguments of the compiled part between the address of the rows and their number.
-        self._rows: tuple[int, int, str, str] | None = None
+        # Numbers for the compiled part: bytes between rows, a row's elements, and kinds of these.
+        self._rows: tuple[int, int, int, int] | None = None
         count, step = math.prod(self.shape), tensor.stride(0) * tensor.itemsize
         if tensor.requires_grad or not tensor[:1].is_contiguous():
             return
         if self.dtype is tensor.dtype:
-            self._rows = step, count * tensor.itemsize, "B", "B"
+            self._rows = step, count * tensor.itemsize, ord("B"), ord("B")
         elif tensor.dtype in _LETTERS and self.dtype in _LETTERS:
-            self._rows = step, count, _LETTERS[tensor.dtype], _LETTERS[self.dtype]
+            self._rows = step, count, ord(_LETTERS[tensor.dtype]), ord(_LETTERS[self.dtype])
 
     def present(self) -> "RowSource":
         """Return this, or the source of what the user's tensor has become since."""
@@ -81,29 +81,26 @@ class RowSource:
 
         Returns False, and does nothing, if the compiled part cannot do that.
         """
-        rows = self._rows
-        if _gather_rows is None or rows is None or isinstance(at, slice):
+        entry = None if isinstance(at, slice) or not len(at) else self.entry(address, len(at))
+        if _gather_fields is None or entry is None:
             return False
-        number, indices = len(at), np.ascontiguousarray(at)
-        data = self.tensor.data_ptr()
-        return _gather_rows(address, data, *rows, number, indices, self._streams(number))
+        return _gather_fields(0, array("q", entry), len(at), np.ascontiguousarray(at))
 
-    def _streams(self, number: int) -> bool:
-        """Whether so many rows are written past the caches."""
-        assert self._rows is not None
-        is_same, nbytes = self.dtype is self.tensor.dtype, self._rows[1]
-        return is_same and nbytes >= ROW_BYTES and number * nbytes >= STREAM_BYTES
+    def entry(
+        self, offset: int, number: int, finder: tuple[int, ...] = DIRECT
+    ) -> tuple[int, ...] | None:
+        """Return an entry in the compiled part's table of fields; None if it cannot copy them.
 
-    def entry(self, number: int) -> tuple[int, ...] | None:
-        """Return what the compiled part's table of fields says of these rows and of their copies.
-
-        None if it cannot copy them. ``number`` is that of the rows of a batch.
+        Args:
+            offset: Where the copies of the rows lie, in bytes.
+            number: How many rows a batch has.
+            finder: See :class:`RowsAt`.
         """
         if self._rows is None:
             return None
-        step, count, old, new = self._rows
-        data = self.tensor.data_ptr()
-        return data, step, count, ord(old), ord(new), int(self._streams(number))
+        is_same, nbytes = self.dtype is self.tensor.dtype, self._rows[1]
+        streams = is_same and nbytes >= ROW_BYTES and number * nbytes >= STREAM_BYTES
+        return offset, self.tensor.data_ptr(), *self._rows, streams, *finder
 
     def copy(self, at: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of these indices, or of a slice, in ``out``, or else in a new tensor.
@@ -143,10 +140,6 @@ class RowSource:
         return out
 
 
-#: For rows that indices name: there is nothing to find.
-DIRECT = (0,) * 6
-
-
 class RowsAt(NamedTuple):
     """The rows of a batch, where they lie in memory.
 
@@ -178,11 +171,10 @@ class RepeatedGather:
         self.count, self._keep = len(found[0].at), keep
         self._sources = [one.source for one in found]
         entries = [
-            (offset, *(one.source.entry(self.count) or ()), *one.finder)
+            one.source.entry(offset, self.count, one.finder)
             for one, offset in zip(found, offsets, strict=True)
         ]
-        is_whole = _gather_fields is not None and {*map(len, entries)} == {_ENTRY_NUMBERS}
-        self._table = np.array(entries, np.int64) if is_whole else None
+        self._table = None if None in entries else np.array(entries, np.int64)
         self._data = [source.tensor.data_ptr() for source in self._sources]
 
     def write(self, at: _Array, address: int) -> bool:
