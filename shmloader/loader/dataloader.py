@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import os
@@ -354,9 +353,6 @@ class DataLoader(ResumableLoader[_T_co]):
         values = read_options(self)
         if "seed" in values:
             self._sample_seed = self.__dict__["seed"] = values["seed"]
-        if self.num_workers:
-            # It takes some 50 ms, for which nobody should wait while workers make the first batch.
-            importlib.import_module("shmloader.loader.engines")
         self._make_plan(sampler, batch_sampler)
         # What depends on the order.
         sharing = self._sharing

@@ -1,8 +1,4 @@
-"""Starts the workers of an iterator and makes their engine: processes, threads or an executor.
-
-The iterator imports this module when it has workers, since that takes as long as importing the rest
-of the package.
-"""
+"""Starts the workers of an iterator and makes their engine: processes, threads or an executor."""
 
 import contextlib
 import weakref

@@ -41,6 +41,7 @@ from shmloader.insight.measurements import work_of
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
+from shmloader.loader.engines import Workers
 from shmloader.loader.inline import InlineEngine, do_nothing, make_step
 from shmloader.sampling.plan import EpochPlan
 
@@ -151,8 +152,6 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _open_workers(self, loader: Any, resumed: DatasetCheckpoints | None) -> None:
         """Start the workers, and open their engine."""
-        from shmloader.loader.engines import Workers  # noqa: PLC0415 - as long as torch's
-
         config, parts = self._config, self._parts
         if config.saves_dataset:
             first = resumed or DatasetCheckpoints.at_beginning(

@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,10 @@ class FlatLayout(NamedTuple):
         return fields[0] if self.container == BARE else dict(zip(self.keys, fields, strict=True))
 
 
+# All small fields of one kind as one field, and their positions. They lie side by side and are
+# written at once: a call of torch takes as long as thirty samples.
+_Joint = tuple[Field, list[int]]
+
 #: The layout of a batch, or those of the batches of a step's shards, which lie in one slot.
 FlatLayouts = FlatLayout | tuple[FlatLayout, ...]
 
@@ -95,8 +100,8 @@ class FlatPacker:
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        # What identifies the last batch's layout, the layout, and the end of its bytes.
-        self._last: tuple[Any, FlatLayout, int] | None = None
+        # What identifies the last batch's layout, the layout, its end, and what is written at once.
+        self._last: tuple[Any, FlatLayout, int, list[_Joint]] | None = None
 
     def pack(self, samples: object) -> FlatLayout | None:
         """Append a batch to what the slot holds, if it can be packed.
@@ -120,16 +125,8 @@ class FlatPacker:
                 kinds.append(kind)
                 sources.append(source)
             layout = self.reserve(container, keys, len(samples), kinds)
-            slot = self._writer.slot
-            for field, source in zip(layout.fields, sources, strict=True):
-                if type(source) is np.ndarray:
-                    np.ndarray(source.shape, source.dtype, slot.memory, field.offset)[:] = source
-                elif type(source[0]) is np.ndarray:
-                    joined = (field.shape[0] * field.shape[1], *field.shape[2:])
-                    out = np.ndarray(joined, source[0].dtype, slot.memory, field.offset)
-                    np.concatenate(source, out=out)
-                else:
-                    stack_into(source, field_tensor(slot, field))
+            for field, positions in self._last[3]:  # type: ignore[index] # set by reserve()
+                _write([sources[position] for position in positions], self._writer.slot, field)
                 if FAULTS is not None:
                     FAULTS.reach("worker.write")
         except _IRREGULAR:
@@ -148,13 +145,49 @@ class FlatPacker:
         start = self._writer.used_bytes
         identity = (start, container, keys, batch, kinds)
         if self._last is None or self._last[0] != identity:
-            fields, end = [], start
-            for dtype, shape in kinds:
-                fields.append(Field(end, dtype, (batch, *shape)))
-                end = align(end + batch * math.prod(shape) * dtype.itemsize)
-            self._last = identity, FlatLayout(container, keys, tuple(fields)), end
+            end, fields, joints = start, {}, []
+            together: dict[Any, list[int]] = {}
+            for position, (dtype, shape) in enumerate(kinds):
+                is_small = batch * math.prod(shape) * dtype.itemsize <= COPY_OUT_BYTES
+                together.setdefault((dtype, shape) if is_small else position, []).append(position)
+            for positions in together.values():
+                dtype, shape = kinds[positions[0]]
+                joints.append((Field(end, dtype, (len(positions) * batch, *shape)), positions))
+                for position in positions:
+                    fields[position] = Field(end, dtype, (batch, *shape))
+                    end += batch * math.prod(shape) * dtype.itemsize
+                end = align(end)
+            in_order = tuple(fields[position] for position in range(len(kinds)))
+            self._last = identity, FlatLayout(container, keys, in_order), end, joints
         self._writer.allocate(self._last[2] - start)
         return self._last[1]
+
+
+def _write(columns: list[Any], slot: Slot, field: Field) -> None:
+    """Write columns of one kind, one after the other.
+
+    Raises:
+        Exception: One of ``_IRREGULAR`` if they are of different kinds.
+    """
+    are_tensors = [type(column[0]) is _Tensor for column in columns]
+    if not any(are_tensors):
+        array = np.ndarray(field.shape, columns[0][0].dtype, slot.memory, field.offset)
+        arrays = columns if array.ndim == 1 else [*chain.from_iterable(columns)]
+        np.concatenate(arrays, out=array.reshape(-1, *field.shape[2:]))
+        return
+    if not all(are_tensors):
+        columns = [map(torch.as_tensor, column) for column in columns]
+    values = columns[0] if len(columns) == 1 else [*chain.from_iterable(columns)]
+    out = field_tensor(slot, field)
+    if out.nbytes <= COPY_OUT_BYTES:  # torch is faster without out=, even with another copy
+        stacked = torch.stack(values)
+        is_alike = stacked.dtype == out.dtype and stacked.shape == out.shape
+        if type(stacked) is _Tensor and is_alike and not stacked.requires_grad:
+            out.copy_(stacked)
+            return
+    if {*map(type, values)} != {_Tensor}:  # a subclass would determine the type of the batch
+        raise ValueError
+    stack_into(values, out)
 
 
 def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:
@@ -173,7 +206,10 @@ def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:
     keys = tuple(samples[0])
     if not _KEY_TYPES.issuperset(map(type, keys)):
         raise ValueError
-    return DICT, keys, [[sample[key] for sample in samples] for key in keys]
+    rows: Any = map(dict.values, samples)
+    if any(tuple(sample) != keys for sample in samples):  # in another order, or with more keys
+        rows = [[sample[key] for key in keys] for sample in samples]
+    return DICT, keys, list(zip(*rows, strict=True))
 
 
 def _are_alike(arrays: Sequence[Any]) -> bool:
@@ -193,7 +229,7 @@ def _are_alike(arrays: Sequence[Any]) -> bool:
 
 
 def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
-    """Return a field's kind and its values: the samples' tensors, or one array of numbers.
+    """Return a field's kind and its values: tensors, arrays, or one array of numbers.
 
     Raises:
         Exception: One of ``_IRREGULAR`` if these samples cannot be packed.
@@ -208,8 +244,7 @@ def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
     if type(first) is _Tensor:
         is_plain = first.layout is torch.strided and first.is_cpu and not first.is_nested
         is_odd = first.requires_grad or first.is_quantized or first._is_zerotensor()
-        # A subclass would determine the type of the batch.
-        if not is_plain or is_odd or {*map(type, column)} != {_Tensor}:
+        if not is_plain or is_odd:
             raise ValueError
         return (first.dtype, first.shape), column
     if kind in _NUMBER_KINDS:

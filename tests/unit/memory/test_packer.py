@@ -201,6 +201,10 @@ FLAT = {
         (torch.tensor([1.0, n]), n, torch.tensor([n]), torch.tensor([2.0, n]), torch.zeros(3000))
         for n in range(4)
     ],
+    "arrays, tensors and numbers of one kind": [
+        (np.full(2, n), torch.tensor([n, n + 1]), n, torch.tensor(n), np.full(2, -n), n > 1)
+        for n in range(3)
+    ],
     "float32 and float64": [torch.ones(2), torch.ones(2, dtype=torch.float64) / 3],
     "0-d float32 and int": [torch.tensor(1.5), torch.tensor(2)],
     "arrays and tensors": [np.arange(3), torch.arange(3)],
