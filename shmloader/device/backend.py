@@ -157,16 +157,6 @@ def open_driver(kind: str) -> CudaDriver | str:
     return str(driver.error) if isinstance(driver, Caught) else driver
 
 
-@contextlib.contextmanager
-def relaxed_capture(driver: CudaDriver) -> Iterator[None]:
-    """Keep the calling thread's calls in the block from invalidating a capture on any thread."""
-    mode = driver.relax_capture()
-    try:
-        yield
-    finally:
-        driver.restore_capture(mode)
-
-
 def relax_this_thread(kind: str) -> None:
     """Relax the calling thread's capture mode for good. Does nothing if there is no driver."""
     driver = open_driver(kind)
@@ -214,12 +204,15 @@ class Backend:
         if isinstance(driver, str):
             yield
             return
-        with relaxed_capture(driver):
+        mode = driver.relax_capture()
+        try:
             if not driver.has_context():
                 # In torch 2.6 and 2.7, selecting device 0 on a new thread binds no context.
                 # Waiting for a stream binds one in every runtime. A lost device refuses it.
                 attempt(self.stream.synchronize)
             yield
+        finally:
+            driver.restore_capture(mode)
 
     def enter(self) -> None:
         """Make the loader's stream the current one of the calling thread."""

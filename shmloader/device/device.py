@@ -321,7 +321,7 @@ class DeviceStage(Stage):
             self._reading.clear()
 
 
-class _HostStage(Stage):
+class HostStage(Stage):
     """Copies batches for the CPU out of slots that a device may read as well."""
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
@@ -334,31 +334,16 @@ class _HostStage(Stage):
 
 
 class DevicesStage(Stage):
-    """Copies batch i of each step to device i, each with a stream of its own.
+    """Copies batch i of each step by stage i, of which each device has one.
 
-    Args:
-        backends: The devices; None for the CPU.
-        locks: The page locks of the slots.
-        ahead: Steps that may be ready and not yet taken; at least 1.
-        transform: Called with each batch on its device, on the stage's thread and the device's
-            stream.
+    ``ahead`` is the number of steps that may be ready and not yet taken, at least 1.
     """
 
     name = DeviceStage.name
     kind = DeviceStage.kind
 
-    def __init__(
-        self,
-        backends: Sequence[Backend | None],
-        locks: PageLocks,
-        ahead: int,
-        transform: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.ahead = ahead
-        self._stages: list[Stage] = [
-            DeviceStage(backend, locks, ahead, transform) if backend else _HostStage(transform)
-            for backend in backends
-        ]
+    def __init__(self, stages: Sequence[Stage], ahead: int) -> None:
+        self._stages, self.ahead = stages, ahead
 
     def start(self) -> None:
         """Prepare the stage's thread. Called on it."""

@@ -9,7 +9,7 @@ from shmloader.batch.arrays import Arrays
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import PortablePayload
 from shmloader.device.backend import current_index
-from shmloader.device.device import DevicesStage, DeviceStage
+from shmloader.device.device import DevicesStage, DeviceStage, HostStage
 from shmloader.device.stage import PinStage, Stage
 from shmloader.device.thread import StagedEngine
 from shmloader.engine.delivery import DatasetCheckpoints
@@ -230,10 +230,11 @@ def _make_stage(
         return pin, None
     locks, backends = destination.locks, destination.backends
     ahead, transform = config.device_prefetch, config.device_transform
-    if config.has_steps:
-        return DevicesStage(backends, locks, ahead, transform), locks
-    assert backends[0] is not None  # the only device
-    return DeviceStage(backends[0], locks, ahead, transform), locks
+    stages: list[Stage] = [
+        DeviceStage(backend, locks, ahead, transform) if backend else HostStage(transform)
+        for backend in backends
+    ]
+    return (DevicesStage(stages, ahead) if config.has_steps else stages[0]), locks
 
 
 def _make_tasks(config: LoaderConfig) -> TaskConfig:

@@ -301,23 +301,22 @@ class MemoryAdmission:
         Raises:
             SharedMemoryError: If there is not enough memory. The slot is as large as it was.
         """
-        free, config, before = self._read_free(), self._config, slot.touched_bytes
-        position = end if free is None else before
-        while free is not None and position < end and end - position <= free.nbytes:
+        config, before = self._config, slot.touched_bytes
+        position = before
+        while position < end and (free := self._read_free()) is not None:
             step = min(max(_LEAST_STEP_BYTES, free.nbytes // config.worker_count), _STEP_BYTES)
             step_end = min(position + step, end)
-            if not populate(slot.mapping, position, step_end):
-                break
+            is_short = end - position > free.nbytes
+            if is_short or not populate(slot.mapping, position, step_end):
+                left = free.nbytes
+                if arena.give_back(slot, before):
+                    left += position - before
+                raise SharedMemoryError(
+                    f"a batch needs at least {size(end)} of shared memory, {size(end - before)} "
+                    f"more than its slot has, but {size(left)} is free ({free.limit}; "
+                    f"{size(RESERVE_BYTES)} is kept in reserve). The loader needs "
+                    f"{config.slot_count} such slots: lower prefetch_factor, num_workers or "
+                    "batch_size, or set shm_size."
+                )
             position = step_end
-            free = self._read_free() if position < end else free
-        if free is None or position == end:
-            slot.touched_bytes = end
-            return
-        if arena.give_back(slot, before):
-            free = Free(free.nbytes + position - before, free.limit)
-        raise SharedMemoryError(
-            f"a batch needs at least {size(end)} of shared memory, {size(end - before)} more than "
-            f"its slot has, but {size(free.nbytes)} is free ({free.limit}; {size(RESERVE_BYTES)} "
-            f"is kept in reserve). The loader needs {config.slot_count} such slots: lower "
-            "prefetch_factor, num_workers or batch_size, or set shm_size."
-        )
+        slot.touched_bytes = end

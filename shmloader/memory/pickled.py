@@ -59,30 +59,6 @@ class PartialStorage(NamedTuple):
     first_byte: int
 
 
-class _Storage:
-    """The bytes of one storage that the tensors of a pickle need."""
-
-    def __init__(self, keep: torch.UntypedStorage) -> None:
-        self._keep = keep  # kept alive, so that its address is not reused
-        self._start: Any = keep.nbytes()
-        self._end: Any = 0
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of a tensor's elements as needed."""
-        if tensor.numel():
-            item, first = tensor.element_size(), tensor.storage_offset()
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = first + sum((length - 1) * stride for length, stride in steps)
-            self._start = min(self._start, first * item // _WIDEST_ITEM * _WIDEST_ITEM)
-            self._end = max(self._end, (last + 1) * item)
-
-    def span(self) -> tuple[int, int, int]:
-        """Return the address of the needed bytes, their number, and the first one's offset."""
-        if self._end == 0:
-            return 0, 0, 0
-        return self._keep.data_ptr() + self._start, self._end - self._start, self._start
-
-
 class OutOfBand:
     """The buffers and storages that were taken out of a pickle.
 
@@ -100,7 +76,8 @@ class OutOfBand:
     def __init__(self, least_bytes: int = 0) -> None:
         self._least_bytes = least_bytes
         self.order: list[int] = []
-        self._parts: list[_Storage | pickle.PickleBuffer] = []
+        # Buffers; and storages, each with the range of bytes that the pickle's tensors need.
+        self._parts: list[Any] = []
         self._storages: dict[int, int] = {}  # indices, by their C address
 
     def mark(self, tensor: torch.Tensor) -> pickle.PickleBuffer:
@@ -108,8 +85,14 @@ class OutOfBand:
         storage = tensor.untyped_storage()
         index = self._storages.setdefault(storage._cdata, len(self._parts))
         if index == len(self._parts):
-            self._parts.append(_Storage(storage))
-        self._parts[index].add(tensor)  # type: ignore[union-attr]
+            self._parts.append((storage, storage.nbytes(), 0))
+        if tensor.numel():
+            _, start, end = self._parts[index]
+            item, first = tensor.element_size(), tensor.storage_offset()
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = first + sum((length - 1) * stride for length, stride in steps)
+            start = min(start, first * item // _WIDEST_ITEM * _WIDEST_ITEM)
+            self._parts[index] = storage, start, max(end, (last + 1) * item)
         self.order.append(index)
         return _MARK
 
@@ -134,8 +117,11 @@ class OutOfBand:
         """
         spans = []
         for part in self._parts:
-            if isinstance(part, _Storage):
-                address, nbytes, first = part.span()
+            if isinstance(part, tuple):
+                storage, first, end = part
+                address, nbytes = storage.data_ptr() + first, end - first
+                if not end:
+                    nbytes = first = 0
             else:
                 raw = np.frombuffer(part.raw(), np.uint8) if part.raw().nbytes else np.empty(0)
                 address, nbytes, first = raw.__array_interface__["data"][0], raw.nbytes, -1
@@ -150,12 +136,7 @@ Reduce = Callable[[Any, OutOfBand], Any]
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Standard pickle, which refers to functions and classes by name, or cloudpickle.
 
-    Args:
-        file: Gets the pickle.
-        reduce: Called for each object first.
-        parts: Gets what lies outside the pickle.
-        reducers: Reducers by type, besides those of ``copyreg``.
-        by_value: Whether to use cloudpickle.
+    Writes to ``file``. See :func:`dump` for the other arguments.
     """
 
     def __init__(
@@ -233,7 +214,7 @@ def reduce_data(value: Any, parts: OutOfBand) -> Any:
 
 def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
     is_dense = is_plain(tensor)
-    if not is_dense and not (tensor.layout in _SPARSE_PARTS and tensor.device.type == "cpu"):
+    if not is_dense and (tensor.layout not in _SPARSE_PARTS or tensor.device.type != "cpu"):
         return NotImplemented
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
@@ -263,10 +244,9 @@ def tensor_fields(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
     """Reduce to dense tensors: torch's own unpickling keeps sparse tensors in a list forever."""
     grad, tensor = tensor.requires_grad, tensor.detach()
-    options: dict[str, object] = {"layout": tensor.layout}
-    if tensor.layout is torch.sparse_coo:
-        options = {"is_coalesced": tensor.is_coalesced()}
-    options["requires_grad"] = grad
+    is_coo = tensor.layout is torch.sparse_coo
+    about = {"is_coalesced": tensor.is_coalesced()} if is_coo else {"layout": tensor.layout}
+    options = {**about, "requires_grad": grad}
     return rebuild_sparse, (sparse_parts(tensor), tuple(tensor.shape), options)
 
 
@@ -427,8 +407,7 @@ class PickledReader:
 def _open_span(span: Span, slot: Slot, lease: Any) -> object:
     offset, nbytes, first_byte = span
     if lease is None or nbytes <= COPY_OUT_BYTES:
-        copy = np.ndarray(nbytes, np.uint8, slot.memory, offset).copy()
-        return open_span(copy, 0, nbytes, first_byte)
+        lease, offset = np.ndarray(nbytes, np.uint8, slot.memory, offset).copy(), 0
     return open_span(lease, offset, nbytes, first_byte)
 
 

@@ -154,10 +154,6 @@ class Segment(mmap.mmap):
         """Digest of the contents; the token if the ranks of this host have it in common."""
         return hashlib.blake2b(memoryview(self)[TOKEN_BYTES:]).digest()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a handle."""
-        return self._sealed.__reduce__()
-
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a handle. Without this, pickle would call mmap's, which raises."""
         return self._sealed.__reduce__()

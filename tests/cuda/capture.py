@@ -5,7 +5,6 @@ thread has registered slots and started copies. `main` prints what broke the cap
 and then whether the batches are whole.
 """
 
-import contextlib
 import os
 import warnings
 from unittest import mock
@@ -13,7 +12,6 @@ from unittest import mock
 import torch
 
 from shmloader import DataLoader
-from shmloader.device import backend, device
 from shmloader.device.backend import Backend, open_driver
 from tests.cuda.accelerators import open_accelerator
 from tests.process.support import Calls, Gate, wait_until
@@ -31,20 +29,20 @@ def sample(index: int) -> torch.Tensor:
     return torch.full((17_000 + 5_000 * index,), index, dtype=torch.int32)
 
 
-def do_not_relax() -> None:
+def do_not_relax(driver: object) -> None:
     """Leave the threads' capture modes as they are: the careless policy."""
-    mock.patch.object(device, "relax_this_thread").start()
-    mock.patch.object(backend, "relaxed_capture", contextlib.nullcontext).start()
+    mock.patch.object(type(driver), "relax_capture").start()
+    mock.patch.object(type(driver), "restore_capture").start()
 
 
 def main(name: str, *, is_careless: bool) -> None:
     """Capture a graph on the device of this name; see above."""
     accelerator = open_accelerator(name)
-    if is_careless:
-        do_not_relax()
-        warnings.simplefilter("ignore")
     driver = open_driver(name)
     assert not isinstance(driver, str)
+    if is_careless:
+        do_not_relax(driver)
+        warnings.simplefilter("ignore")
     registered, copied = [], []
     register, copy = type(driver).register, Backend.copy
 
