@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,7 +127,7 @@ class FlatPacker:
                 sources.append(source)
             layout = self.reserve(container, keys, len(samples), kinds)
             for field, positions in self._last[3]:  # type: ignore[index] # set by reserve()
-                _write([sources[position] for position in positions], self._writer.slot, field)
+                _write([*map(sources.__getitem__, positions)], self._writer.slot, field)
                 if FAULTS is not None:
                     FAULTS.reach("worker.write")
         except _IRREGULAR:
@@ -169,13 +170,13 @@ def _write(columns: list[Any], slot: Slot, field: Field) -> None:
     Raises:
         Exception: One of ``_IRREGULAR`` if they are of different kinds.
     """
-    are_tensors = [type(column[0]) is _Tensor for column in columns]
-    if not any(are_tensors):
+    kinds = {*map(type, map(itemgetter(0), columns))}
+    if _Tensor not in kinds:
         array = np.ndarray(field.shape, columns[0][0].dtype, slot.memory, field.offset)
         arrays = columns if array.ndim == 1 else [*chain.from_iterable(columns)]
         np.concatenate(arrays, out=array.reshape(-1, *field.shape[2:]))
         return
-    if not all(are_tensors):
+    if len(kinds) > 1:
         columns = [map(torch.as_tensor, column) for column in columns]
     values = columns[0] if len(columns) == 1 else [*chain.from_iterable(columns)]
     out = field_tensor(slot, field)
