@@ -9,9 +9,10 @@ begins as if some records had been drawn before, a different number of them.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from shmloader.streams.lengths import Counter
-from shmloader.streams.stages import Failed, Item, Key, Run, Stage, State, generator
+from shmloader.streams.stages import Item, Key, Run, Stage, State, generator
 
 #: Weights as whole numbers, from a number of records on.
 Phase = tuple[int, tuple[int, ...]]
@@ -73,7 +74,7 @@ class Mixed(Stage):
                 self._find_weights()
         item, length = ((at, *item[0]), item[1]), 1
         if self._length is not None:
-            item, length = self._measure(item)
+            item, length = self.measure(item, self._measured)
         if not self._count:  # what was drawn before had the length of the first record
             self._lags = [lag * length for lag in self._lags]
         self._count += 1
@@ -111,14 +112,9 @@ class Mixed(Stage):
             lags[each] += share * length
         lags[at] -= _WHOLE * length
 
-    def _measure(self, item: Item) -> tuple[Item, int]:
-        """Return an item and its length; a record whose length is not known has failed."""
-        if type(item[1]) is Failed:
-            return item, 1
-        length = self.run.guard.call(self._length, item, self)  # type: ignore[arg-type]
-        if type(length) is Failed:
-            return (item[0], length), 1
-        return item, max(1, length)
+    def _measured(self, record: Any) -> tuple[Any, int]:
+        assert self._length is not None
+        return record, max(1, self._length(record))
 
     def state(self) -> State:
         """Return what was drawn, and the states of the sources."""
@@ -141,7 +137,9 @@ class Mixed(Stage):
         found: list[Item] = []
         for at, wanted in by_source.items():
             found += (((at, *key), record) for key, record in self._sources[at].again(wanted))
-        return found if self._length is None else [self._measure(item)[0] for item in found]
+        if self._length is None:
+            return found
+        return [self.measure(item, self._measured)[0] for item in found]
 
     def describe(self, key: Key) -> str:
         """Return the name that the source has for the record."""

@@ -13,14 +13,14 @@ from shmloader.sampling.packing import Numbers, Packing, best_fit_decreasing
 from shmloader.sampling.pieces import cut_sequences
 from shmloader.streams.lengths import Counter
 from shmloader.streams.reader import Group
-from shmloader.streams.shuffles import fewer_records
-from shmloader.streams.stages import Failed, Item, Run, Stage, State, generator
+from shmloader.streams.shuffles import Window, fewer_records
+from shmloader.streams.stages import Item, Run, Stage, State
 
 # So many records are left to the next window, one by one, if best-fit needs a pack too many.
 _TRIES = 8
 
 
-class Packed(Stage):
+class Packed(Window):
     """Groups the records of each window by best-fit decreasing. Yields lists of items.
 
     Packs come in a random order, since best-fit makes those with long records first. Records of a
@@ -36,6 +36,8 @@ class Packed(Stage):
         too_long: What becomes of a longer record: "raise", "truncate" or "drop".
     """
 
+    _start: tuple[int, State]
+
     def __init__(
         self,
         source: Stage,
@@ -46,61 +48,48 @@ class Packed(Stage):
         length: Counter,
         too_long: str,
     ) -> None:
-        super().__init__(source, run)
-        self._count, self._seed = window, seed
         self._max_tokens, self._length, self._too_long = max_tokens, length, too_long
         # Records of the next window that were read already, and the length of each.
         self._items, self._lengths = list[Item](), list[int]()
-        self._next = (0, 0, source.state())
-        self._go_on()
+        super().__init__(source, run, window, seed)
 
-    def _go_on(self) -> None:
-        """Begin the next window."""
-        # The number of the window, and where it begins: so many records after a state below.
-        self._window, self._skipped, self._start = self._next
-        self._packs, self._taken = list[Any](), 0
+    def _here(self) -> State:
+        """Return how many records after a position below the window begins, and that position."""
+        return 0, self.source.state()
 
-    def __next__(self) -> Group:
-        while self._taken == len(self._packs):
-            if self._next[0] > self._window:
-                self._go_on()
-            if not self._fill():
-                raise StopIteration
-        pack: Group = self._packs[self._taken]
-        self._packs[self._taken] = None
-        self._taken += 1
-        return pack
+    def _go_to(self, *start: Any) -> None:
+        """Go to such a position."""
+        skipped, below = start
+        self.source.restore(below)
+        if len(list(islice(self.source, skipped))) < skipped:
+            raise fewer_records(self.run)
+        self._items, self._lengths = [], []
 
-    def _fill(self) -> bool:
-        """Read and pack the window; return False if it has no records."""
+    def _make(self) -> tuple[list[Group] | None, State]:
         items, lengths = self._items, self._lengths
-        known, start, total = len(items), self.source.state(), sum(lengths)
+        known, below, total = len(items), self.source.state(), sum(lengths)
         is_end = False
         while len(items) < self._count or total < self._max_tokens:
             item = next(self.source, None)
             if item is None:
                 is_end = True
                 break
-            item, length = self._measure(item)
+            item, length = self.measure(item, self._fitted)
             items.append(item)
             lengths.append(length)
             total += length
         if not items:
-            return False
+            return None, ()
         packing, count = self._pack(np.array(lengths, np.int64), is_end)
         packs = [
             [items[row] for row in np.sort(packing.order[first:end]).tolist()]
             for first, end in zip(packing.starts.tolist(), packing.ends.tolist(), strict=True)
         ]
-        run = self.run
-        numbers = self._seed, run.epoch, run.turn, run.reader, self._window
-        self._packs = [packs[at] for at in generator(*numbers).permutation(len(packs)).tolist()]
-        if count < known:
-            self._next = self._window + 1, self._skipped + count, self._start
-        else:
-            self._next = self._window + 1, count - known, start
         del items[:count], lengths[:count]
-        return True
+        if count < known:
+            skipped, below = self._start
+            return packs, (skipped + count, below)
+        return packs, (count - known, below)
 
     def _pack(self, lengths: Numbers, is_end: bool) -> tuple[Packing, int]:
         """Return packs of the first records, and how many these are: all at the end."""
@@ -120,27 +109,17 @@ class Packed(Stage):
         packing = best_fit_decreasing(lengths[rows, None], (self._max_tokens,))
         return packing._replace(order=rows[packing.order])
 
-    def _measure(self, item: Item) -> tuple[Item, int]:
-        """Return an item, which may be cut, and its length; 0 to leave it out."""
-        if type(item[1]) is Failed:
-            return item, 1
-        fitted = self.run.guard.call(self._fitted, item, self)
-        if type(fitted) is Failed:
-            return (item[0], fitted), 1
-        length, record = fitted
-        return (item[0], record), length
-
-    def _fitted(self, record: Any) -> tuple[int, Any]:
-        """Return the length of a record and the record, which may be cut; 0 to leave it out."""
+    def _fitted(self, record: Any) -> tuple[Any, int]:
+        """Return a record, which may be cut, and its length; 0 to leave it out."""
         length, most = self._length(record), self._max_tokens
         if length <= most:
-            return max(1, length), record
+            return record, max(1, length)
         if self._too_long == "drop":
-            return 0, None
+            return None, 0
         if self._too_long == "truncate":
             shorter = cut_sequences(record, length, slice(0, most))
             if shorter is not record:
-                return most, shorter
+                return shorter, most
             raise ValueError(
                 f"a record of {length} tokens is longer than max_tokens={most}, and has no tensor, "
                 "array or list of that length to cut. Give too_long='drop', or cut it in map()."
@@ -149,25 +128,3 @@ class Packed(Stage):
             f"a record of {length} tokens is longer than max_tokens={most}: give more max_tokens, "
             "or too_long='truncate' or 'drop'"
         )
-
-    def state(self) -> State:
-        """Return the window, how many packs were yielded, and where the window begins."""
-        if self._taken == len(self._packs) and self._next[0] > self._window:
-            window, skipped, start = self._next
-            return window, 0, skipped, start
-        return self._window, self._taken, self._skipped, self._start
-
-    def restore(self, state: State) -> None:
-        """Read the window again."""
-        window, taken, skipped, start = state
-        self.source.restore(start)
-        passed = sum(1 for _ in islice(self.source, skipped))
-        self._items, self._lengths = [], []
-        self._next = (window, 0, self.source.state())
-        self._go_on()
-        if taken:
-            self._fill()
-        if passed < skipped or taken > len(self._packs):
-            raise fewer_records(self.run)
-        self._taken = taken
-        self._packs[:taken] = [None] * taken

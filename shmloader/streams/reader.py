@@ -164,20 +164,22 @@ class Reader:
             self._pop()
 
     def make(self, ahead: int) -> tuple[Group | None, Found]:
-        """Return the records of the next batch; None if there is no batch."""
+        """Return the records of the next batch; None if there is no batch.
+
+        Args:
+            ahead: Of how many further batches to find out whether they exist, 1 or more.
+        """
+        self._read(ahead)
         # That there is a further batch is known before all of it is read.
-        peeks = ahead > 0 and isinstance(self._groups, Grouped)
-        self._read(1 + ahead - peeks)
-        if peeks and not self._is_all:
-            self._is_all = not self._groups.has_next()
+        self._is_all = self._is_all or not self._groups.has_next()
         number, group = self.round, None
         if self._ahead:
             group = self._pop()
             for stage in self._maps:
                 group = list(map(stage.apply, group))
-        known, count = self.round + len(self._ahead), len(group or ())
-        known += peeks and not self._is_all
-        return group, Found(self._run.reader, number, known, self._is_all, self._state, count)
+        known = self.round + len(self._ahead) + (not self._is_all)
+        state, count = self._state, len(group or ())
+        return group, Found(self._run.reader, number, known, self._is_all, state, count)
 
     def _read(self, count: int) -> bool:
         """Read so many batches ahead; return whether there is one."""

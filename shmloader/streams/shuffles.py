@@ -1,7 +1,11 @@
-"""Stages that yield records in another order."""
+"""Stages that yield records in another order, and what is common to those that read in windows."""
 
+import abc
 import base64
+import zlib
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -10,60 +14,95 @@ from shmloader.streams.stages import Item, Key, Run, Stage, State, generator, pe
 # So many random numbers are drawn at once.
 _BLOCK = 1024
 
-_DTYPES = ("|u1", "<u2", "<u4", "<u8")
 
+class Window(Stage, abc.ABC):
+    """Yields what is made of each run of records, in a random order. To resume, it is read again.
 
-class Windowed(Stage):
-    """Permutes each run of ``count`` records. To resume, the run is read again."""
+    Args:
+        source: The stage below.
+        run: The reader.
+        count: How many records are read for a window.
+        seed: Decides the order.
+    """
 
     def __init__(self, source: Stage, run: Run, count: int, seed: int) -> None:
         super().__init__(source, run)
         self._count, self._seed = count, seed
-        self._go_to(0)
+        self._begin(0, self._here())
 
-    def _go_to(self, window: int) -> None:
-        """Begin a window, where the source is now."""
-        self._window, self._start = window, self.source.state()
-        # The records that are left, in reverse order; and how many were yielded.
-        self._left, self._taken = list[Item](), 0
+    def _begin(self, window: int, start: State) -> None:
+        """Begin a window, whose records come next."""
+        self._window, self._start = window, start
+        # What is left of it, in reverse order; how many were yielded; and where the next window
+        # begins, once this one was read.
+        self._left, self._taken = list[Any](), 0
+        self._following: State | None = None
 
-    def __next__(self) -> Item:
-        if not self._left:
-            if self._taken:
-                self._go_to(self._window + 1)
-            self._fill()
-            if not self._left:
-                raise StopIteration
+    def _here(self) -> State:
+        """Return the position of the stage below, as a state has it."""
+        return (self.source.state(),)
+
+    def _go_to(self, *start: Any) -> None:
+        """Go to such a position."""
+        self.source.restore(*start)
+
+    @abc.abstractmethod
+    def _make(self) -> tuple[list[Any] | None, State]:
+        """Return what is made of the window, None at the end, and where the next one begins."""
+
+    def _fill(self) -> bool:
+        made, following = self._make()
+        if made is None:
+            return False
+        run = self.run
+        numbers = self._seed, run.epoch, run.turn, run.reader, self._window
+        self._left = [made[at] for at in permutation(len(made), *numbers)][::-1]
+        self._following = following
+        return True
+
+    def has_next(self) -> bool:
+        """Return whether there is more to yield."""
+        while not self._left:
+            if self._following is not None:
+                self._begin(self._window + 1, self._following)
+            if not self._fill():
+                return False
+        return True
+
+    def __next__(self) -> Any:
+        if not self.has_next():
+            raise StopIteration
         self._taken += 1
         return self._left.pop()
 
-    def _fill(self) -> None:
-        items, run = self.source.take(self._count), self.run
-        numbers = self._seed, run.epoch, run.turn, run.reader, self._window
-        self._left = [items[at] for at in permutation(len(items), *numbers)][::-1]
-
     def state(self) -> State:
-        """Return the window, how many of its records were yielded, and where it begins."""
-        if self._taken and not self._left:
-            return self._window + 1, 0, self.source.state()
-        return self._window, self._taken, self._start
+        """Return the window, how much of it was yielded, and where it begins."""
+        if self._following is not None and not self._left:
+            return self._window + 1, 0, *self._following
+        return self._window, self._taken, *self._start
 
     def restore(self, state: State) -> None:
-        """Read the window again, if some of its records were yielded.
+        """Read the window again, if some of it was yielded.
 
         Raises:
-            ValueError: If the window has fewer.
+            ValueError: If it has less.
         """
-        window, taken, start = state
-        self.source.restore(start)
-        self._go_to(window)
-        if not taken:
-            return
-        self._fill()
-        if taken > len(self._left):
-            raise fewer_records(self.run)
-        self._taken = taken
-        del self._left[-taken:]
+        window, taken, *start = state
+        self._go_to(*start)
+        self._begin(window, tuple(start))
+        if taken:
+            self._fill()
+            if taken > len(self._left):
+                raise fewer_records(self.run)
+            self._taken = taken
+            del self._left[-taken:]
+
+
+class Windowed(Window):
+    """Permutes each run of ``count`` records."""
+
+    def _make(self) -> tuple[list[Item] | None, State]:
+        return self.source.take(self._count) or None, self._here()
 
 
 def fewer_records(run: Run) -> ValueError:
@@ -128,44 +167,15 @@ class Rolling(Stage):
         self._is_over = False
 
 
-def pack_keys(keys: Sequence[Key]) -> tuple[str, ...]:
-    """Return keys as texts, which JSON can write: one for each place, and one for their lengths.
-
-    A text has the size of its numbers in bytes, and the numbers in base 64.
-    """
-    if not keys:
-        return ()
-    lengths = list(map(len, keys))
-    width = max(lengths)
-    columns: list[Sequence[int]] = [lengths]
-    if min(lengths) == width:
-        columns += zip(*keys, strict=True)
-    else:
-        columns += zip(*(key + (0,) * (width - len(key)) for key in keys), strict=True)
-    return tuple(map(_pack, columns))
+def pack_keys(keys: Sequence[Key]) -> str:
+    """Return keys as a text, which JSON can write: their columns, compressed and in base 64."""
+    columns = np.array(list(zip_longest(*keys, fillvalue=-1)), np.int64)
+    return f"{len(columns)}:{base64.b64encode(zlib.compress(columns.tobytes(), 1)).decode()}"
 
 
-def _pack(numbers: Sequence[int]) -> str:
-    size, most = 0, max(numbers)
-    if most == min(numbers):  # as the pass and the lengths are
-        return f"{len(numbers)}x{most}"
-    while most >> (8 << size):
-        size += 1
-    return f"{size}:{base64.b64encode(np.array(numbers, _DTYPES[size]).tobytes()).decode()}"
-
-
-def unpack_keys(packed: Sequence[str]) -> list[Key]:
+def unpack_keys(packed: str) -> list[Key]:
     """Return the keys that :func:`pack_keys` has packed."""
-    if not packed:
-        return []
-    lengths, *columns = map(_unpack, packed)
-    rows = zip(*columns, strict=True)
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _unpack(text: str) -> list[int]:
-    if ":" not in text:
-        count, _, number = text.partition("x")
-        return [int(number)] * int(count)
-    numbers: list[int] = np.frombuffer(base64.b64decode(text[2:]), _DTYPES[int(text[0])]).tolist()
-    return numbers
+    width, _, text = packed.partition(":")
+    numbers = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.int64)
+    rows = numbers.reshape(int(width), -1).T.tolist() if numbers.size else []
+    return [tuple(number for number in row if number >= 0) for row in rows]

@@ -32,7 +32,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -154,12 +154,16 @@ class Stage:
         """Return the name of a record for a text: "record 7 of shard a.tar"."""
         return self.source.describe(key)
 
+    def measure(self, item: Item, function: Callable[[Any], Any]) -> tuple[Item, int]:
+        """Return an item and its length; a function returns a record and its length.
 
-class Open(Protocol):
-    """Makes a stage over the one below it."""
-
-    def __call__(self, source: Stage, run: Run, *arguments: Any) -> Stage:
-        """Return the stage, at its beginning."""
+        A failed record, and one for which the function fails, has the length 1.
+        """
+        if type(item[1]) is Failed:
+            return item, 1
+        measured = self.run.guard.call(function, item, self)
+        record, length = (measured, 1) if type(measured) is Failed else measured
+        return (item[0], record), length
 
 
 class Mapped(Stage):

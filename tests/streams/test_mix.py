@@ -32,7 +32,7 @@ def test_shares_of_samples_hold_in_every_thousand_of_the_whole_order(
     order: list[int] = []
     for _ in range(2):
         for reader in readers:
-            group, _ = reader.make(0)
+            group, _ = reader.make(1)
             assert group is not None
             order += (key[0] for key, _ in group)
     assert len(order) == 128 * 64
@@ -89,7 +89,7 @@ def test_sources_that_repeat_have_the_orders_of_further_epochs() -> None:
     assert list(map(len, passes)) == [12, 12, 12]
     for turn, found in enumerate(passes):
         reader, expected = reader_of(a, 0, turn), list[Any]()
-        while (group := reader.make(0)[0]) is not None:
+        while (group := reader.make(1)[0]) is not None:
             expected += (key[1:] for key, _ in group)
         assert found == expected
 

@@ -249,16 +249,16 @@ def test_a_rolling_shuffle_has_a_small_state() -> None:
     stream = source([40_000, 40_000]).shuffle(10_000, rolling=True).batch(64, collate=list)
     reader = reader_of(stream, 0)
     for _ in range(20):
-        _, found = reader.make(0)
+        _, found = reader.make(1)
     state = json.dumps(found.state)
     assert len(state) < 30_000
-    following = [plain(reader.make(0)[0]) for _ in range(3)]
+    following = [plain(reader.make(1)[0]) for _ in range(3)]
     assert rest_of(stream, 0, 20, json.loads(state), 20, 3) == following
 
 
 def test_a_shuffle_by_windows_has_a_state_of_integers() -> None:
     stream = source([4000, 4000]).shuffle(1000).batch(64, collate=list)
-    _, found = reader_of(stream, 1).make(0)
+    _, found = reader_of(stream, 1).make(1)
     assert found.state == (0, 64, (0, 0))
 
 
