@@ -23,12 +23,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmloader.streams.cache import Lease, ShardCache
+    from shmloader.streams.cache import ShardCache
     from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
     from shmloader.streams.fingerprints import fingerprint
     from shmloader.streams.formats import Format, as_format
     from shmloader.streams.hugging_face import from_hf
     from shmloader.streams.jsonl import JsonlFormat, open_jsonl
+    from shmloader.streams.locks import Lease
     from shmloader.streams.mix import mix
     from shmloader.streams.shards import Shards
     from shmloader.streams.stream import Stream
@@ -44,7 +45,7 @@ _HOMES = {
     "ArrowFormat": "columns",
     "Format": "formats",
     "JsonlFormat": "jsonl",
-    "Lease": "cache",
+    "Lease": "locks",
     "ParquetFormat": "columns",
     "ShardCache": "cache",
     "Shards": "shards",

@@ -28,33 +28,11 @@ from shmloader.grammar import size
 from shmloader.streams.download import NoSpaceError, download
 from shmloader.streams.files import local_path
 from shmloader.streams.index import SUFFIX, cache_folder
-from shmloader.streams.locks import FileLock, exclusive, exclusive_if_free, shared
+from shmloader.streams.locks import Lease, exclusive, exclusive_if_free, shared
 from shmloader.streams.prefetching import Prefetcher
 
 _LOCK, _PART, _ROOM = ".lock-", ".part-", ".room"
 _LONGEST_NAME = 100
-
-
-class Lease:
-    """A shard that stays on the disk until this is closed. Use it in a with block.
-
-    Attributes:
-        path: The path of the shard on this machine. It ends as the URL does.
-    """
-
-    def __init__(self, path: str, lock: FileLock | None = None) -> None:
-        self.path, self._lock = path, lock
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let the shard be removed. It may be called more than once."""
-        if self._lock is not None:
-            self._lock.close()
 
 
 class ShardCache:
@@ -112,12 +90,12 @@ class ShardCache:
         place = self._place(url)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if (lease := _leased(place)) is not None:
+            if (lease := shared(place)) is not None:
                 return lease
             with exclusive(self._beside(place, _LOCK)) as lock:
                 try:
                     # Another process may have downloaded it while this one waited.
-                    return _leased(place) or self._download(url, place, lock)
+                    return shared(place) or self._download(url, place, lock)
                 finally:
                     lock.remove()
         except NoSpaceError as error:
@@ -136,7 +114,7 @@ class ShardCache:
         again.
         """
         if local_path(url) is None and not self._place(url).exists():
-            self._prefetcher.add(url, self._fetch)
+            self._prefetcher.add(url, lambda url: self.open(url).close())
 
     def _unusable(self, url: str, error: OSError) -> ShardError:
         return ShardError(
@@ -144,9 +122,6 @@ class ShardCache:
             "disk of this machine, which you may write to",
             url,
         )
-
-    def _fetch(self, url: str) -> None:
-        self.open(url).close()
 
     def _place(self, url: str) -> Path:
         """Return where a shard lies. The name ends as the URL's, which names its format."""
@@ -157,7 +132,7 @@ class ShardCache:
     def _beside(self, place: Path, kind: str) -> Path:
         return self.directory / (kind + place.name.partition("-")[0])
 
-    def _download(self, url: str, place: Path, lock: FileLock) -> Lease:
+    def _download(self, url: str, place: Path, lock: Lease) -> Lease:
         part = self._beside(place, _PART)
 
         def reserve(size: int | None) -> None:
@@ -168,8 +143,10 @@ class ShardCache:
 
         try:
             download(url, part, self.storage_options, reserve)
-            lease = Lease(str(place), shared(part))  # before another process can find it
+            lease = shared(part)  # before another process can find it
+            assert lease is not None
             part.replace(place)
+            lease.path = str(place)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -178,7 +155,7 @@ class ShardCache:
 
     # Room -----------------------------------------------------------------------------------
 
-    def _make_room(self, size: int, lock: FileLock) -> None:
+    def _make_room(self, size: int, lock: Lease) -> None:
         """Remove shards until so many bytes more are allowed, and reserve these with the lock."""
         with exclusive(self.directory / _ROOM):
             lock.reserve(size)
@@ -187,8 +164,10 @@ class ShardCache:
             for path, status in sorted(files, key=lambda file: file[1].st_atime_ns):
                 if total <= self.limit:
                     break
-                if _is_shard(path.name) and _removed(path):
-                    total -= status.st_size
+                if _is_shard(path.name) and (lease := exclusive_if_free(path)) is not None:
+                    with lease:
+                        lease.remove()
+                        total -= status.st_size
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Yield what takes or reserves room. Removes what killed processes have left."""
@@ -209,22 +188,3 @@ class ShardCache:
 
 def _is_shard(name: str) -> bool:
     return not name.startswith(".") and not name.endswith(SUFFIX)
-
-
-def _leased(place: Path) -> Lease | None:
-    """Return a lease of a shard that is here; None if it is not."""
-    lock = shared(place)
-    if lock is None:
-        return None
-    lock.touch()
-    return Lease(str(place), lock)
-
-
-def _removed(place: Path) -> bool:
-    """Remove a shard unless it is leased. Returns whether it was removed."""
-    lock = exclusive_if_free(place)
-    if lock is None:
-        return False
-    with lock:
-        lock.remove()
-    return True

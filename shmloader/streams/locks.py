@@ -13,26 +13,27 @@ from pathlib import Path
 from shmloader.process_state import PROCESS
 
 
-class FileLock:
-    """A lock that was acquired. Closing it drops it; use it in a with block.
+class Lease:
+    """A shard that stays on the disk until this is closed. Use it in a with block.
 
-    Args:
-        path: The file.
-        descriptor: The descriptor that holds the lock, which is closed with this.
+    Attributes:
+        path: The path of the shard on this machine. It ends as the URL does.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-        PROCESS.file_locks.add(self)
+    def __init__(self, path: str, descriptor: int = -1) -> None:
+        # The descriptor holds a lock of the file, which is shared or exclusive.
+        self.path, self._descriptor = path, descriptor
+        if descriptor >= 0:
+            PROCESS.file_locks.add(self)
 
-    def __enter__(self) -> "FileLock":
+    def __enter__(self) -> "Lease":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Drop the lock. It may be called more than once."""
+        """Let the shard be removed. It may be called more than once."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -41,43 +42,42 @@ class FileLock:
 
     def remove(self) -> None:
         """Remove the file. Whoever waits for its lock finds that it is gone."""
-        self._path.unlink(missing_ok=True)
+        Path(self.path).unlink(missing_ok=True)
 
     def reserve(self, size: int) -> None:
         """Give the file a size, without data."""
         os.truncate(self._descriptor, size)
 
-    def touch(self) -> None:
-        """Set the access time of the file to now, unless it is another user's."""
-        with contextlib.suppress(PermissionError):
-            modified_ns = os.fstat(self._descriptor).st_mtime_ns
-            os.utime(self._descriptor, ns=(time.time_ns(), modified_ns))
+
+def shared(path: Path) -> Lease | None:
+    """Return a shared lock of a file, which was used now; None if there is no such file."""
+    lock = _locked(path, os.O_RDONLY, fcntl.LOCK_SH)
+    if lock is not None:
+        with contextlib.suppress(PermissionError):  # another user's
+            modified_ns = os.fstat(lock._descriptor).st_mtime_ns
+            os.utime(lock._descriptor, ns=(time.time_ns(), modified_ns))
+    return lock
 
 
-def shared(path: Path) -> FileLock | None:
-    """Return a shared lock of a file; None if there is no such file."""
-    return _locked(path, os.O_RDONLY, fcntl.LOCK_SH)
-
-
-def exclusive(path: Path) -> FileLock:
+def exclusive(path: Path) -> Lease:
     """Return the exclusive lock of a file, which is made. Waits for other processes' locks."""
     lock = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
     assert lock is not None
     return lock
 
 
-def exclusive_if_free(path: Path) -> FileLock | None:
+def exclusive_if_free(path: Path) -> Lease | None:
     """Return the exclusive lock of a file; None if another lock is held, or there is no file."""
     return _locked(path, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _locked(path: Path, flags: int, kind: int) -> FileLock | None:
+def _locked(path: Path, flags: int, kind: int) -> Lease | None:
     while True:
         try:
             descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
             return None
-        lock = FileLock(path, descriptor)
+        lock = Lease(str(path), descriptor)
         try:
             fcntl.flock(descriptor, kind)
             # The file may have been removed, or another one made, before it was locked.
