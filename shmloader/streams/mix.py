@@ -1,9 +1,10 @@
 """Mixes of streams, by shares of their samples or of their tokens."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -113,79 +114,70 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, round(weight / total * _ONE)) if weight else 0 for weight in weights)
 
 
+@dataclass(eq=False, repr=False)
 class MixRoot:
-    """Draws the records of a mix. See :func:`mix` for the arguments.
+    """Draws the records of a mix. See :func:`mix` for the arguments."""
 
-    Attributes:
-        readers, seed, store: Those of the first stream.
-    """
+    streams: Sequence[Stream]
+    phases: Sequence[Phase]
+    length: Counter | None
+    stop: Literal["first", "all"] | int
 
-    def __init__(
-        self,
-        streams: Sequence[Stream],
-        phases: Sequence[Phase],
-        length: Counter | None,
-        stop: Literal["first", "all"] | int,
-    ) -> None:
-        self._streams, self._phases, self._length, self._stop = streams, phases, length, stop
-        self.readers, self.seed = streams[0].readers, streams[0].root.seed
+    def __post_init__(self) -> None:
+        root = self.streams[0].root
+        self.readers, self.seed, self.store = root.readers, root.seed, root.store
 
-    @property
-    def store(self) -> Any:
-        """The store that ranks share; None for that of the default group."""
-        return self._streams[0].root.store
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the store, which only the process of the rank uses."""
+        return {**vars(self), "store": None}
 
     @property
     def seeks(self) -> bool:
         """Whether all records can be read again without those before them."""
-        return all(stream.root.seeks for stream in self._streams)
+        return all(stream.root.seeks for stream in self.streams)
 
     @property
     def repeats(self) -> bool:
         """Whether a reader reads shards of other readers in later passes."""
-        return isinstance(self._stop, int) or any(stream.repeats for stream in self._streams)
+        return isinstance(self.stop, int) or any(stream.repeats for stream in self.streams)
 
     @property
     def paths(self) -> Sequence[str]:
         """The shards of all streams."""
-        return [path for stream in self._streams for path in stream.root.paths]
+        return [path for stream in self.streams for path in stream.root.paths]
 
     def shards(self, epoch: int, reader: int) -> Sequence[str]:
         """Return the shards of a reader in the first pass of an epoch."""
-        of_each = (stream.root.shards(epoch, reader) for stream in self._streams)
+        of_each = (stream.root.shards(epoch, reader) for stream in self.streams)
         return list(itertools.chain.from_iterable(of_each))
 
     def begin(self, run: Run) -> Stage:
         """Return the stage that draws the records of a reader."""
-        own = [
-            (share_of(first, run.reader, run.readers), weights) for first, weights in self._phases
-        ]
-        end = None
-        if isinstance(self._stop, int):
-            end = share_of(self._stop, run.reader, run.readers)
-        sources = [self._begin(number, run) for number in range(len(self._streams))]
-        return Mixed(run, sources, own, self._length, self._stop == "first", end)
-
-    def _begin(self, number: int, run: Run) -> Stage:
-        run = replace(run, source=(*run.source, number))
-        begin = self._streams[number].stage
-        stage = begin(run)
-        return Repeated(stage, run, begin, None) if isinstance(self._stop, int) else stage
+        share = functools.partial(share_of, reader=run.reader, readers=run.readers)
+        own = [(share(first), weights) for first, weights in self.phases]
+        end = share(self.stop) if isinstance(self.stop, int) else None
+        sources = list[Stage]()
+        for number, stream in enumerate(self.streams):
+            each = replace(run, source=(*run.source, number))
+            sources.append(stream.stage(each))
+            if end is not None:
+                sources[-1] = Repeated(sources[-1], each, stream.stage, None)
+        return Mixed(run, sources, own, self.length, self.stop == "first", end)
 
     def counts(self, epoch: int, turn: int) -> list[int]:
         """Return how many records each reader has; see :class:`shmloader.streams.stream.Root`."""
-        if isinstance(self._stop, int):
-            return [share_of(self._stop, each, self.readers) for each in range(self.readers)]
-        if self._stop == "first" or len(self._phases) > 1:
+        if isinstance(self.stop, int):
+            return [share_of(self.stop, each, self.readers) for each in range(self.readers)]
+        if self.stop == "first" or len(self.phases) > 1:
             raise TypeError(
                 "the number of batches of a mix is known only with stop='all' and no schedule, or "
                 "with a number for stop"
             )
-        counts = [stream.record_counts(epoch, turn) for stream in self._streams]
+        counts = [stream.record_counts(epoch, turn) for stream in self.streams]
         return list(map(sum, zip(*counts, strict=True)))
 
     def facts(self) -> str:
         """Return what the order of the records depends on, as a text."""
-        streams = "; ".join(stream.facts() for stream in self._streams)
-        by = "samples" if self._length is None else "tokens"
-        return f"a mix by {by} with stop={self._stop!r} and weights {self._phases} of [{streams}]"
+        streams = "; ".join(stream.facts() for stream in self.streams)
+        by = "samples" if self.length is None else "tokens"
+        return f"a mix by {by} with stop={self.stop!r} and weights {self.phases} of [{streams}]"

@@ -119,7 +119,7 @@ class ReaderOrder(Order):
             )
         self._rounds.is_strict = world_size > 1
         if world_size > 1:
-            store = self._stream.store or store_of_job()
+            store = self._stream.root.store or store_of_job()
             name = f"{self._number()}/{self._begun}"
             self._begun += 1
             self._board = Board(store, name, self._facts, range(rank, readers, world_size))
@@ -147,7 +147,7 @@ class ReaderOrder(Order):
     def _number(self) -> str:
         """Return a name of this loader that its loaders on other ranks have as well."""
         facts = digest(self._stream.facts())
-        if self._stream.store is not None:
+        if self._stream.root.store is not None:
             return facts
         if self._loader < 0:
             self._loader = _LOADERS[facts]

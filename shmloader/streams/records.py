@@ -1,16 +1,19 @@
 """The lowest stage of a reader: the records of its shards."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import Any
 
 from shmloader.errors import SampleTimeoutError, ShardError
 from shmloader.interruptions import Suppressed
+from shmloader.streams.cache import ShardCache
+from shmloader.streams.formats import Format
 from shmloader.streams.stages import Item, Key, Run, Stage, State
 
-if TYPE_CHECKING:
-    from shmloader.streams.formats import Format
+# Shard and record of a key.
+_place = itemgetter(1, 2)
 
 
 class ShardRecords(Stage):
@@ -24,21 +27,14 @@ class ShardRecords(Stage):
         paths: All shards of the stream, in the order in which the user gave them.
         order: The numbers of this reader's shards in that list, in the order of this pass.
         form: The format of the shards.
-        fetch: Returns a context in which a shard lies on a local path.
-        ahead: Asks for a shard that will be read soon.
+        cache: Brings shards to this machine.
     """
 
     def __init__(
-        self,
-        run: Run,
-        paths: Sequence[str],
-        order: Sequence[int],
-        form: "Format",
-        fetch: Callable[[str], contextlib.AbstractContextManager[str]],
-        ahead: Callable[[str], None],
+        self, run: Run, paths: Sequence[str], order: Sequence[int], form: Format, cache: ShardCache
     ) -> None:
         self.run, self._paths, self._order, self._form = run, paths, order, form
-        self._fetch, self._ahead = fetch, ahead
+        self._cache = cache
         self._at = self._number = 0
         self._records: Iterator[Any] | None = None
         self._held = contextlib.ExitStack()
@@ -74,7 +70,7 @@ class ShardRecords(Stage):
                 continue
             turn, shard, number = self.run.turn, self._order[self._at], self._number
             try:
-                for record in islice(self._records, count - len(items)):
+                for record in itertools.islice(self._records, count - len(items)):
                     items.append(((turn, shard, number), record))
                     number += 1
             except Exception as error:  # noqa: BLE001 - it takes the place of the record
@@ -99,10 +95,10 @@ class ShardRecords(Stage):
         return key, failed
 
     def _open(self, shard: int) -> Iterator[Any]:
-        path = self._held.enter_context(self._fetch(self._paths[shard]))
-        if self._at + 1 < len(self._order):
-            self._ahead(self._paths[self._order[self._at + 1]])
-        return iter(self._form.records(path, self._number))
+        lease = self._held.enter_context(self._cache.open(self._paths[shard]))
+        for following in self._order[self._at + 1 : self._at + 2]:
+            self._cache.prefetch(self._paths[following])
+        return iter(self._form.records(lease.path, self._number))
 
     def _failed_record(self, error: Exception) -> int | None:
         """Return the number of the record that an error is about; None if the shard is."""
@@ -128,34 +124,29 @@ class ShardRecords(Stage):
 
     def again(self, keys: Sequence[Key]) -> list[Item]:
         """Read records by point reads, shard by shard."""
-        by_shard: dict[int, list[Key]] = {}
-        for key in keys:
-            by_shard.setdefault(key[1], []).append(key)
         found: list[Item] = []
-        for shard, wanted in by_shard.items():
-            wanted.sort(key=lambda key: key[2])
-            found += self._again_of(shard, wanted)
+        for shard, wanted in itertools.groupby(sorted(keys, key=_place), lambda key: key[1]):
+            found += self._again_of(shard, list(wanted))
         return found
 
     def _again_of(self, shard: int, keys: Sequence[Key]) -> list[Item]:
         if not (self.run.guard.is_watching and self._form.seeks):
             with Suppressed(Exception):  # which of them failed is found out one by one
-                return list(zip(keys, self._at_numbers(shard, keys), strict=True))
+                return list(zip(keys, self._read_again(shard, keys), strict=True))
         return [(key, self._one_again(key)) for key in keys]
 
-    def _at_numbers(self, shard: int, keys: Sequence[Key]) -> list[Any]:
-        with self._fetch(self._paths[shard]) as path:
-            return self._form.at(path, [key[2] for key in keys])
+    def _read_again(self, shard: int, keys: Sequence[Key]) -> list[Any]:
+        with self._cache.open(self._paths[shard]) as lease:
+            return self._form.at(lease.path, [key[2] for key in keys])
 
     def _one_again(self, key: Key) -> Any:
+        def read() -> Iterator[Any]:
+            yield from self._read_again(key[1], [key])
+
         try:
-            return self.run.guard.read(map(self._at_one, [key]), key, self)
+            return self.run.guard.read(read(), key, self)
         except Exception as error:  # noqa: BLE001 - it takes the place of the record, as before
             return self.run.guard.failed(error, key, self)
-
-    def _at_one(self, key: Key) -> Any:
-        (record,) = self._at_numbers(key[1], [key])
-        return record
 
     def describe(self, key: Key) -> str:
         """Return the record's number and its shard."""

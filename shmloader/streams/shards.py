@@ -1,15 +1,15 @@
 """A stream of the records of shards."""
 
 import collections
-import contextlib
 import os
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from shmloader.errors import ShardError
 from shmloader.sampling.arguments import flag, whole_number
+from shmloader.streams.cache import ShardCache
 from shmloader.streams.files import local_path
 from shmloader.streams.fingerprints import names_digest
 from shmloader.streams.formats import Format, as_format, can_seek
@@ -92,21 +92,10 @@ class Shards(Stream):
             raise ValueError(f"{path!r} is given twice, and a shard should be given once")
         if not (cache is None or hasattr(cache, "prefetch")):
             raise TypeError(f"cache should be a ShardCache, but is {cache!r}")
-        if cache is None and any(local_path(path) is None for path in found):
-            from shmloader.streams.cache import ShardCache  # noqa: PLC0415 - few shards are remote
-
-            cache = ShardCache()
-        super().__init__(
-            ShardRoot(
-                found,
-                as_format(open),
-                whole_number(seed, "seed", minimum=0),
-                flag(shuffle_shards, "shuffle_shards"),
-                readers,
-                cache,
-                store,
-            )
-        )
+        form, seed = as_format(open), whole_number(seed, "seed", minimum=0)
+        is_shuffled = flag(shuffle_shards, "shuffle_shards")
+        cache = ShardCache() if cache is None else cache
+        super().__init__(ShardRoot(found, form, seed, is_shuffled, readers, cache, store))
 
 
 def _text_of(path: object) -> str:
@@ -115,24 +104,18 @@ def _text_of(path: object) -> str:
     return str(path)
 
 
+@dataclass(eq=False, repr=False)
 class ShardRoot:
     """Opens the shards of a stream. See :class:`Shards` for the arguments."""
 
-    repeats = False
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        form: Format,
-        seed: int,
-        shuffle_shards: bool,
-        readers: int,
-        cache: Any,
-        store: Any,
-    ) -> None:
-        self.paths, self.form, self.seed, self.readers = paths, form, seed, readers
-        self.store = store
-        self._is_shuffled, self._cache = shuffle_shards, cache
+    paths: Sequence[str]
+    form: Format
+    seed: int
+    is_shuffled: bool
+    readers: int
+    cache: ShardCache
+    store: Any
+    repeats: ClassVar[bool] = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the store, which only the process of the rank uses."""
@@ -140,18 +123,17 @@ class ShardRoot:
 
     def begin(self, run: Run) -> ShardRecords:
         """Return the stage that reads the shards of a reader."""
-        order = self.order(run.epoch + run.turn)[run.reader :: self.readers]
-        return ShardRecords(run, self.paths, order, self.form, self._fetch, self._ahead)
+        order = self._order(run.epoch + run.turn)[run.reader :: self.readers]
+        return ShardRecords(run, self.paths, order, self.form, self.cache)
 
     def shards(self, epoch: int, reader: int) -> list[str]:
         """Return the shards of a reader in the first pass of an epoch."""
-        return [self.paths[each] for each in self.order(epoch)[reader :: self.readers]]
+        return [self.paths[each] for each in self._order(epoch)[reader :: self.readers]]
 
-    def order(self, epoch: int) -> Sequence[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
         """Return the numbers of the shards in the order of an epoch."""
-        if not self._is_shuffled:
-            return range(len(self.paths))
-        return _shuffled(len(self.paths), self.seed, epoch)
+        count = len(self.paths)
+        return _shuffled(count, self.seed, epoch) if self.is_shuffled else range(count)
 
     @cached_property
     def seeks(self) -> bool:
@@ -164,40 +146,20 @@ class ShardRoot:
         Raises:
             TypeError: If that is not known before they are read.
         """
-        counts, order = self._shard_counts, self.order(epoch + turn)
-        return [
-            sum(counts[each] for each in order[reader :: self.readers])
-            for reader in range(self.readers)
-        ]
+        counts = [self._shard_counts[each] for each in self._order(epoch + turn)]
+        return [sum(counts[reader :: self.readers]) for reader in range(self.readers)]
 
     @cached_property
     def _shard_counts(self) -> list[int]:
         if not self.form.seeks:
             raise TypeError(f"the length of a stream of {self.form!r} is not known without reading")
-        if any(local_path(path) is None for path in self.paths):
+        local = [path for path in map(local_path, self.paths) if path is not None]
+        if len(local) < len(self.paths):
             raise TypeError("the length of a stream of remote shards is not known without reading")
         try:
-            return list(map(self._count, self.paths))
+            return list(map(self.form.count, local))
         except (ShardError, OSError) as error:
             raise TypeError(f"the length of the stream is not known: {error}") from error
-
-    def _count(self, path: str) -> int:
-        with self._fetch(path) as local:
-            return self.form.count(local)
-
-    @contextlib.contextmanager
-    def _fetch(self, path: str) -> Iterator[str]:
-        """Keep a shard on this machine in a block, which gets its path."""
-        if self._cache is None:
-            yield local_path(path) or path
-            return
-        with self._cache.open(path) as lease:
-            yield lease.path
-
-    def _ahead(self, path: str) -> None:
-        """Begin to bring a shard to this machine."""
-        if self._cache is not None:
-            self._cache.prefetch(path)
 
     @cached_property
     def _names(self) -> str:
@@ -205,14 +167,11 @@ class ShardRoot:
 
     def facts(self) -> str:
         """Return what the order of the records depends on, as a text."""
-        kind = "shuffled" if self._is_shuffled else "in order"
+        kind = "shuffled" if self.is_shuffled else "in order"
         return (
             f"{len(self.paths)} shards ({self._names}) {kind} with seed={self.seed} on "
             f"{self.readers} readers"
         )
-
-    def __repr__(self) -> str:
-        return f"<shards {reprlib.repr(self.paths)}>"
 
 
 @lru_cache(maxsize=4)

@@ -16,7 +16,6 @@ from shmloader.sampling.arguments import flag, whole_number
 from shmloader.streams.lengths import Counter, Length
 from shmloader.streams.packed import Packed
 from shmloader.streams.reader import Grouped, Late, Reader
-from shmloader.streams.rounds import Facts, Rounds
 from shmloader.streams.shuffles import Rolling, Windowed
 from shmloader.streams.stages import (
     Failed,
@@ -48,10 +47,7 @@ class Root(Protocol):
 
     readers: int
     seed: int
-
-    @property
-    def store(self) -> Any:
-        """See the attributes."""
+    store: Any
 
     @property
     def seeks(self) -> bool:
@@ -107,7 +103,7 @@ class Stream(IterableDataset[Any]):
     """
 
     def __init__(self, root: Root) -> None:
-        self._root = root
+        self.root = root
         self._steps: tuple[Step, ...] = ()
         self._group: Step | None = None
         self._after: tuple[Callable[[Any], Any], ...] = ()
@@ -149,13 +145,13 @@ class Stream(IterableDataset[Any]):
                 read from its beginning for that, which a warning says.
         """
         count = whole_number(count, "count", minimum=1)
-        if flag(rolling, "rolling") and not self._root.seeks:
+        if flag(rolling, "rolling") and not self.root.seeks:
             warn_user(
                 "the shards of this stream can be read only from their beginnings, so a rolling "
                 "shuffle is slow to resume. Shuffle without rolling=True, or use uncompressed "
                 "shards of a format that seeks, such as open_tar."
             )
-        return self._then(Rolling if rolling else Windowed, count, self._root.seed)
+        return self._then(Rolling if rolling else Windowed, count, self.root.seed)
 
     def repeat(self, times: int | None = None) -> Self:
         """Begin the shards again after their end, in the order of a further epoch.
@@ -166,7 +162,7 @@ class Stream(IterableDataset[Any]):
         """
         if times is not None:
             times = whole_number(times, "times", minimum=1)
-        begin = functools.partial(_begin, self._root, self._steps)
+        begin = functools.partial(_begin, self.root, self._steps)
         return self._then(Repeated, begin, times)
 
     def take(self, count: int) -> Self:
@@ -241,7 +237,7 @@ class Stream(IterableDataset[Any]):
             collate,
             Packed,
             whole_number(window, "window", minimum=1),
-            self._root.seed,
+            self.root.seed,
             whole_number(max_tokens, "max_tokens", minimum=1),
             Counter(length),
             too_long,
@@ -271,22 +267,12 @@ class Stream(IterableDataset[Any]):
     @property
     def readers(self) -> int:
         """The number of readers. A worker serves several; a rank needs at least one."""
-        return self._root.readers
-
-    @property
-    def store(self) -> Any:
-        """The store that ranks share; None for that of the default group."""
-        return self._root.store
-
-    @property
-    def root(self) -> Root:
-        """What the lowest stages of its readers read."""
-        return self._root
+        return self.root.readers
 
     @property
     def repeats(self) -> bool:
         """Whether a reader reads shards of other readers in later passes of an epoch."""
-        return self._root.repeats or any(step.kind is Repeated for step in self._steps)
+        return self.root.repeats or any(step.kind is Repeated for step in self._steps)
 
     @property
     def is_batched(self) -> bool:
@@ -302,7 +288,7 @@ class Stream(IterableDataset[Any]):
 
     def stage(self, run: Run) -> Stage:
         """Return the uppermost stage of a reader of records, at its beginning."""
-        stage: Stage = _begin(self._root, self._steps, run)
+        stage: Stage = _begin(self.root, self._steps, run)
         return stage
 
     def begin(self, run: Run) -> Reader:
@@ -315,7 +301,7 @@ class Stream(IterableDataset[Any]):
                 steps.remove(step)
             elif step.kind not in _BLIND:
                 break
-        return Reader(functools.partial(_begin, self._root, (*steps, group)), late, run)
+        return Reader(functools.partial(_begin, self.root, (*steps, group)), late, run)
 
     def record_counts(self, epoch: int, turn: int = 0) -> list[int]:
         """Return how many records each reader yields in a pass of an epoch, with failed ones.
@@ -323,7 +309,7 @@ class Stream(IterableDataset[Any]):
         Raises:
             TypeError: If that is known only when they were read.
         """
-        return _counts(self._root, self._steps, epoch, turn)
+        return _counts(self.root, self._steps, epoch, turn)
 
     def batch_counts(self, epoch: int) -> list[int]:
         """Return how many batches each reader makes in an epoch; records without batches.
@@ -354,7 +340,7 @@ class Stream(IterableDataset[Any]):
     def facts(self) -> str:
         """Return what the order of its batches depends on, but for sizes of shards, as a text."""
         steps = [*self._steps, *([] if self._group is None else [self._group])]
-        return f"{self._root.facts()}, {'.'.join(map(_describe_step, steps)) or 'records'}"
+        return f"{self.root.facts()}, {'.'.join(map(_describe_step, steps)) or 'records'}"
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the next ``iter()`` of the stream itself; a loader counts its own."""
@@ -363,26 +349,22 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch in order, or the records without batches."""
         info, guard = get_worker_info(), Guard()
-        own = (
-            range(self.readers) if info is None else range(info.id, self.readers, info.num_workers)
-        )
-        opened: dict[int, Reader] = {}
-        facts = [Facts(is_all=reader not in own) for reader in range(self.readers)]
-        rounds = Rounds(facts)
-        while (following := rounds.next()) is not None:
-            _, number = following
-            if number not in opened:
-                opened[number] = self.begin(Run(number, self.readers, self._epoch, guard))
-            group, found = opened[number].make(1)
-            facts[number].add(found)
-            if found.is_all and found.known == found.round + 1:
-                opened.pop(number)
-            if group is not None:
-                records = [record for _, record in group]
+        own = slice(None) if info is None else slice(info.id, None, info.num_workers)
+        left = [
+            self.begin(Run(number, self.readers, self._epoch, guard))
+            for number in range(self.readers)[own]
+        ]
+        while left:
+            for reader in tuple(left):
+                group, found = reader.make(1)
+                if found.is_all and found.known <= found.round + 1:
+                    left.remove(reader)
+                records = [record for _, record in group or ()]
                 for record in records:
                     if type(record) is Failed:
                         raise record.problem
-                yield records[0] if self.collate is None else self.collate(records)
+                if records:
+                    yield records[0] if self.collate is None else self.collate(records)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.facts()}>"
