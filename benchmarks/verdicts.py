@@ -1,6 +1,6 @@
 """Does ``stats().verdict`` name the limit that an epoch really has, run after run?
 
-Runs eleven kinds of loaders, each of which has one known limit. Samples, samplers and training
+Runs twelve kinds of loaders, each of which has one known limit. Samples, samplers and training
 steps sleep, so that the limit is the same on any machine. Where the limit is missing cores, the
 loader is kept on one core that other processes use as well. From run to run, all durations vary at
 random by up to a fifth. Each kind has a process of its own, and each run in it has a fresh loader.
@@ -170,6 +170,12 @@ def run_threads(vary: Callable[[float], float]) -> shmloader.LoaderStats:
     return take_epoch(Samples(burning(vary(0.01)), 90), num_workers=3, thread_pool=True)
 
 
+def run_waiting_threads(vary: Callable[[float], float]) -> shmloader.LoaderStats:
+    """Sixteen threads wait, 1 ms for each sample."""
+    dataset = Samples(sleeping(vary(0.001)), 6_400)
+    return take_epoch(dataset, batch_size=32, num_workers=16, thread_pool=True)
+
+
 @contextlib.contextmanager
 def one_core_with_others(count: int) -> Iterator[None]:
     """Keep this process on one core on which other processes compute."""
@@ -237,6 +243,7 @@ KINDS: dict[str, tuple[Callable[[Callable[[float], float]], shmloader.LoaderStat
     "stragglers": (run_stragglers, Finding.TOO_FEW_AHEAD),
     "cores taken by others": (run_cores_taken, Finding.CORES_BUSY),
     "threads": (run_threads, Finding.INTERPRETER_LOCK),
+    "waiting threads": (run_waiting_threads, Finding.TOO_FEW_WORKERS),
     "pinning": (run_pinning, Finding.COPYING),
     "start-up": (run_start_up, Finding.START_UP),
     "bursts": (run_bursts, Finding.TOO_FEW_AHEAD),

@@ -27,8 +27,8 @@ _now_ns = time.monotonic_ns
 
 _UNBEGUN = inspect.CORO_CREATED
 
-# How deep in a batch bytes are counted.
-_DEPTH = 8
+# With so many parts of a batch, bytes are counted in no others.
+_MANY_PARTS = 1_000
 
 # Kinds of values without a tensor or an array.
 _PLAIN = frozenset({int, float, str, bytes, type(None)})
@@ -59,17 +59,22 @@ class Timer:
         return pack_work(began_ns, fetch_ns, collate_ns, ended_ns - fetched_ns, self.sample_count)
 
 
-def bytes_of(batch: object, depth: int = _DEPTH) -> int:
-    """Count the bytes of a batch's tensors and arrays, also inside lists, tuples and dicts."""
-    if isinstance(batch, torch.Tensor):
-        return batch.nbytes if batch.layout is torch.strided else 0
-    if isinstance(batch, np.ndarray):
-        return batch.nbytes
-    if isinstance(batch, list | tuple | dict) and depth:
-        parts = batch.values() if isinstance(batch, dict) else batch
-        if not _PLAIN.issuperset(map(type, parts)):
-            return sum(bytes_of(part, depth - 1) for part in parts)
-    return 0
+def bytes_of(batch: object) -> int:
+    """Count the bytes of a batch's tensors and arrays, also inside lists, tuples and dicts.
+
+    Once it has found a thousand parts, it looks no deeper: that would take longer than loading.
+    """
+    nbytes, parts = 0, [batch]
+    for part in parts:  # which grows meanwhile
+        if isinstance(part, torch.Tensor):
+            nbytes += part.nbytes if part.layout is torch.strided else 0
+        elif isinstance(part, np.ndarray):
+            nbytes += part.nbytes
+        elif isinstance(part, list | tuple | dict) and len(parts) < _MANY_PARTS:
+            inner = part.values() if isinstance(part, dict) else part
+            if not _PLAIN.issuperset(map(type, inner)):
+                parts.extend(inner)
+    return nbytes
 
 
 class Collator:

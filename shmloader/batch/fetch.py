@@ -202,7 +202,7 @@ class MapFetcher:
     def _load(self, indices: Any) -> Any:
         """Load samples, by one call if the dataset has ``__getitems__``."""
         # Asked for each batch, as torch does.
-        getitems = _list_getter(self._dataset) if self._loads_lists else None
+        getitems = list_getter(self._dataset) if self._loads_lists else None
         if getitems is None:
             return self._load_each(self._get, indices)
         for _, wrap in self._wrappers:
@@ -315,7 +315,7 @@ def _get_one(getitems: Get, index: Any) -> Any:
     return samples[0]
 
 
-def _list_getter(dataset: Any) -> Get | None:
+def list_getter(dataset: Any) -> Get | None:
     """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
 
     Those of torch's ``Subset`` and of ``CutDataset`` do so if the dataset in them has none.

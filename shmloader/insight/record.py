@@ -7,6 +7,7 @@ needs at one moment is a single value, so that it counts each call and each epoc
 import itertools
 import json
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.insight import measurements
-from shmloader.insight.measurements import Counts, Readings
+from shmloader.insight.measurements import Counts, Readings, usage_of
 from shmloader.insight.sums import CAUSES, NO_BATCH, Sums, columns_of, pack, stages_of, tabulate
 
 # With more calls than this, they are summed up, so that memory is bounded: a call takes 200 bytes.
@@ -26,6 +27,12 @@ _MOST_RECENT = 4
 # Tracks of a trace.
 _CONSUMER, _STAGE, _FIRST_WORKER = 1, 2, 10
 
+# What of a record becomes a field of the statistics.
+_FACTS = (
+    "epoch", "kind", "num_workers", "persistent_workers", "in_order", "is_auto",
+    "fetch_concurrency", "has_transform", "is_over",
+)  # fmt: skip
+
 Event = dict[str, Any]
 
 
@@ -35,10 +42,8 @@ class Record:
 
     Attributes:
         epoch: Number of the epoch.
-        kind: What loads: see :class:`~shmloader.insight.stats.LoaderStats`.
-        num_workers: Number of workers.
-        persistent_workers: Whether the workers persist after the epoch.
-        in_order: Whether batches wait for earlier ones.
+        kind, num_workers, persistent_workers, in_order, is_auto, fetch_concurrency, has_transform:
+            See :class:`~shmloader.insight.stats.LoaderStats`.
         counts: Counts of the engine; None without one.
         readings: Usage of the workers; None without workers of ours.
         failed: The loader's list of failures, with their ``total``; None if none is kept.
@@ -56,6 +61,9 @@ class Record:
     num_workers: int
     persistent_workers: bool = False
     in_order: bool = True
+    is_auto: bool = False
+    fetch_concurrency: int = 0
+    has_transform: bool = False
     counts: Counts | None = None
     readings: Readings | None = None
     failed: Any = None
@@ -67,6 +75,7 @@ class Record:
     calls: tuple[Sums | None, list[bytes]] = field(default_factory=lambda: (None, []))
     _final: Sums | None = None
     _at_start: Sums | None = None
+    _consumer: int = field(default_factory=threading.get_native_id)
 
     def __post_init__(self) -> None:
         if self.kind != "in-process":  # such epochs may be many and short
@@ -121,8 +130,7 @@ class Record:
             for name, before in self._at_start.added.items():
                 if name in sums.added:  # less than before is the time of a worker's replacement
                     sums.added[name] = max(0, sums.added[name] - before)
-        names = ("epoch", "kind", "num_workers", "persistent_workers", "is_over")
-        sums.newest |= {name: getattr(self, name) for name in names}
+        sums.newest |= {name: getattr(self, name) for name in _FACTS}
         return sums
 
     def _read(self, *, thoroughly: bool = False) -> Sums:
@@ -132,6 +140,9 @@ class Record:
             return self._final
         sums = Sums()
         added, newest = sums.added, sums.newest
+        if self.kind != "in-process":
+            added["cpu"] = time.process_time_ns()
+            added["consumer_cpu"] = usage_of(self._consumer, is_thread=True).cpu_ns
         added["failures"] = self.failures + (failed.total if failed is not None else 0)
         if counts is not None:
             for name in ("lent", "copied", "restarts"):

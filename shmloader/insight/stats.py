@@ -202,10 +202,18 @@ class LoaderStats:
             epoch.
         num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
+        in_order: Whether batches wait for earlier ones.
+        is_auto: Whether the loader chooses the number of workers itself.
+        fetch_concurrency: Number of samples of a batch that a worker loads at once. 0 where that
+            cannot be more: without workers or indices, or if one call loads the whole batch.
+        has_transform: Whether there is a ``device_transform``.
         batches: Number of batches delivered.
         samples: Number of samples in these batches.
         nbytes: Bytes of these batches: of slots, or of tensors and arrays.
         elapsed_s: Seconds from ``iter()`` to the last return of ``next()``, summed over the epochs.
+        cpu_s: CPU seconds that all threads of this process have used in the epochs, your loop's
+            included; 0 without workers.
+        consumer_cpu_s: The part of ``cpu_s`` of the thread that called ``iter()``.
         samples_per_s: Samples per second of ``elapsed_s``.
         wait: How long the consumer waited.
         stages: Where the delivered batches spent their time. Many are in flight at the same time,
@@ -227,10 +235,16 @@ class LoaderStats:
     kind: str = ""
     num_workers: int = 0
     persistent_workers: bool = False
+    in_order: bool = True
+    is_auto: bool = False
+    fetch_concurrency: int = 0
+    has_transform: bool = False
     batches: int = 0
     samples: int = 0
     nbytes: int = 0
     elapsed_s: float = 0.0
+    cpu_s: float = 0.0
+    consumer_cpu_s: float = 0.0
     samples_per_s: float = 0.0
     wait: WaitStats = WaitStats()
     stages: Times = Times()  # noqa: RUF009 - it cannot change

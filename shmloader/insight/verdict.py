@@ -38,9 +38,20 @@ STALLED_SHARE = 0.3
 #: Workers wait for something else, such as a disk, if they have or want a core for less than the
 #: first share of their busy time. They compute if they do so for more than the second share.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
-#: The interpreter's lock holds threads up that use between these numbers of cores together. With
-#: less they wait for something else, and with more their code runs without the lock.
-LOCKED_CORES = 0.4, 1.2
+#: The interpreter's lock holds threads up if this process has or wants more than the first number
+#: of cores. With less, they wait for something else. With more than the second number for the
+#: workers alone, their code runs without the lock.
+LOCKED_CORES = 0.7, 1.2
+#: Loading several samples at once helps if each takes longer than this.
+LONG_SAMPLE_S = 0.001
+#: The loop's own threads, such as torch's, compete with workers if they use more cores than this.
+OWN_CORES = 0.1
+#: The cores are ours, and not another program's, if we use more than this share of their time.
+OURS_SHARE = 0.8
+#: Making a batch or handing it over takes longer than this only if it has many parts.
+LONG_DELIVERY_S = 0.0002
+#: More workers are no help for batches that come faster than this: each costs this process as much.
+SHORT_BATCH_S = 0.00005
 #: Slots are held where a larger share of the batches than this was copied out of them.
 COPIED_SHARE = 0.5
 #: Memory is near its limit where less than this share of it is free.
@@ -61,7 +72,7 @@ def judged(stats: LoaderStats) -> LoaderStats:
     """Return the statistics with their finding and verdict, by the first rule that holds."""
     if not stats.batches:
         return stats
-    wait, slots = stats.wait, stats.slots
+    wait = stats.wait
     if memory := _full_memory(stats):
         return replace(stats, finding=Finding.MEMORY, verdict=memory)
     loop = f"Your loop waited {with_share(wait.total_s, wait.share)} for data"
@@ -77,14 +88,10 @@ def judged(stats: LoaderStats) -> LoaderStats:
         case Finding.COPYING if wait.causes.pin > wait.causes.device:
             cause = "while a batch was being pinned"
             remedy = "Give device= in place of pin_memory=True: it copies from shared memory."
-        case Finding.TOO_FEW_WORKERS:
+        case Finding.TOO_FEW_WORKERS if spent_s >= SHORT_BATCH_S * stats.batches:
             finding, cause, remedy = _limit_of_workers(stats, spent_s)
-        case Finding.DELIVERY if _is_locked(stats):  # by the consumer's thread, too
-            finding, (cause, remedy) = Finding.INTERPRETER_LOCK, _TEXTS[Finding.INTERPRETER_LOCK]
-        case Finding.DELIVERY if slots.copied > COPIED_SHARE * (slots.copied + slots.lent):
-            finding, copied = Finding.SLOTS_HELD, f"{slots.copied} of {slots.copied + slots.lent}"
-            cause = f"while {copied} batches were copied, since your loop keeps too many"
-            remedy = "Keep clones of the parts that you need: a larger prefetch_factor cannot help."
+        case Finding.DELIVERY | Finding.TOO_FEW_WORKERS:
+            finding, cause, remedy = _limit_of_delivery(stats, spent_s)
         case _:
             cause, remedy = _TEXTS[finding]
     text = f"{loop}, {seconds(spent_s)} of it {cause}. {remedy}".rstrip()
@@ -94,7 +101,7 @@ def judged(stats: LoaderStats) -> LoaderStats:
 _TEXTS = {
     Finding.SAMPLER: (
         "while the sampler drew indices",
-        "Give a batch_sampler that draws many indices at once.",
+        "Draw faster: a batch_sampler can draw many indices at once.",
     ),
     Finding.UNKNOWN: (
         "in calls of next() that raised",
@@ -110,7 +117,7 @@ _TEXTS = {
     ),
     Finding.DELIVERY: (
         "while finished batches were handed over",
-        "Raise batch_size, or return tensors instead of Python objects.",
+        "Raise batch_size: each batch costs about the same.",
     ),
 }
 
@@ -124,16 +131,33 @@ def _start_up(stats: LoaderStats) -> tuple[str, str]:
     return "while workers started or ended", remedy
 
 
+def _limit_of_delivery(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, str]:
+    """Return what keeps this process from taking batches faster, given the seconds of waiting."""
+    slots, (cause, remedy) = stats.slots, _TEXTS[Finding.DELIVERY]
+    if slots.copied > COPIED_SHARE * (slots.copied + slots.lent):
+        copied = f"{slots.copied} of {slots.copied + slots.lent}"
+        cause = f"while {copied} batches were copied, since your loop keeps too many"
+        remedy = "Keep clones of the parts that you need: a larger prefetch_factor cannot help."
+        return Finding.SLOTS_HELD, cause, remedy
+    if wait_s > LONG_DELIVERY_S * stats.batches:
+        if _is_locked(stats):  # by this thread, too
+            return Finding.INTERPRETER_LOCK, *_TEXTS[Finding.INTERPRETER_LOCK]
+        if stats.has_transform:
+            cause = "while your loop's thread called device_transform"
+            remedy = "Do its work in the dataset: on the CPU, device_transform runs in next()."
+        elif stats.wait.causes.build > LONG_DELIVERY_S * stats.batches:
+            remedy = "Have collate_fn return few tensors or arrays instead of many Python objects."
+    return Finding.DELIVERY, cause, remedy
+
+
 def _limit_of_workers(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, str]:
     """Return what keeps workers from loading faster, given the seconds of waiting for them."""
-    count, machine, stages = stats.num_workers, stats.machine, stats.stages
-    what, cores = "the dataset", counted(machine.cores, "core")
-    if stages.collate > stages.fetch:
-        what = "collate_fn"
+    count, cores, stages = stats.num_workers, stats.machine.cores, stats.stages
+    what = "collate_fn" if stages.collate > stages.fetch else "the dataset"
     busy_s, ran_s, stalled_s = _used(stats)
     wanted_s = ran_s + stalled_s
     is_stalled = wanted_s > COMPUTING_SHARE * busy_s and stalled_s > STALLED_SHARE * busy_s
-    is_computing = count >= machine.cores and wanted_s >= WAITING_SHARE * busy_s
+    is_computing = count >= cores and ran_s * count > OURS_SHARE * busy_s * cores
     idle_s = [worker.idle_s for worker in stats.workers if worker.batches]
     is_ahead = stats.kind == "executor" or (
         sum(idle_s) <= AHEAD_SHARE * wait_s * max(1, len(idle_s) - 1)
@@ -142,32 +166,54 @@ def _limit_of_workers(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, 
     if _is_locked(stats, lacks_cores=lacks_cores):
         return Finding.INTERPRETER_LOCK, *_TEXTS[Finding.INTERPRETER_LOCK]
     if lacks_cores:
-        cause = f"while workers computed in {what} on {cores}"
+        own_s = max(0.0, stats.cpu_s - (ran_s if stats.kind == "threads" else 0.0))
+        cause = f"while workers computed in {what} on {counted(cores, 'core')}"
         remedy = f"Make {what} cheaper: a larger num_workers cannot help."
-        if is_stalled and count > machine.cores:
-            cause, remedy = (
-                f"while {count} workers shared {cores}",
-                f"Lower num_workers to {machine.cores}.",
-            )
-        elif is_stalled:
+        if is_stalled and own_s - stats.consumer_cpu_s > OWN_CORES * stats.elapsed_s:
+            cause = "while workers and your loop's own threads shared the cores"
+            threads = max(1, cores - count)
+            remedy = f"Call torch.set_num_threads({threads}): a larger num_workers cannot help."
+        elif is_stalled and ran_s + own_s < OURS_SHARE * cores * stats.elapsed_s:
             cause = "while workers had to wait for a free core"
             remedy = "Stop other programs on this machine: a larger num_workers cannot help."
+        elif is_stalled and count > cores:
+            cause = f"while {count} workers shared {counted(cores, 'core')}"
         return Finding.CORES_BUSY, cause, remedy
     if not is_ahead:
+        cause = "in bursts, between which workers had nothing to do"
+        remedy = "Raise prefetch_factor."
         if stages.reorder > stages.ready:
             cause = "for a slow batch, while other workers had nothing to do"
-            remedy = "Raise prefetch_factor, or set in_order=False if the order may change."
-        else:
-            cause = "in bursts, between which workers had nothing to do"
-            remedy = "Raise prefetch_factor."
+            # A worker that has all slow batches gets no faster if the others run further ahead.
+            if stats.in_order and min(idle_s) < AHEAD_SHARE * sum(idle_s) / len(idle_s):
+                remedy = "Set in_order=False, if the order may change."
         return Finding.TOO_FEW_AHEAD, cause, remedy
+    is_waiting = 0 < wanted_s < WAITING_SHARE * busy_s
+    return Finding.TOO_FEW_WORKERS, *_more_at_once(stats, what, is_waiting=is_waiting)
+
+
+def _more_at_once(stats: LoaderStats, what: str, *, is_waiting: bool) -> tuple[str, str]:
+    """Return the verdict on workers that are all busy, most of which may only wait in a sample."""
+    count, cores, most = stats.num_workers, stats.machine.cores, stats.samples // stats.batches
     cause = f"while workers were busy in {what}" if count else f"in {what}, which it runs itself"
+    if is_waiting:
+        cause = f"while workers waited in {what}, such as for a disk or network"
+    is_long = stats.stages.fetch * stats.fetch_concurrency > LONG_SAMPLE_S * stats.samples
+    if is_waiting and is_long and what != "collate_fn" and 0 < stats.fetch_concurrency < most:
+        remedy = f"Raise fetch_concurrency above {stats.fetch_concurrency}"
+        if stats.fetch_concurrency == 1:
+            remedy = f"Give fetch_concurrency={min(most, 16)}"
+        return cause, f"{remedy}, if several threads may use the dataset at once."
     remedy = f"Raise num_workers above {count}"
-    if stats.kind == "executor":
+    if stats.is_auto:
+        remedy = f'Give num_workers a number above {count}: "auto" adds workers one by one'
+    elif stats.kind == "executor":
         remedy += ", and give the executor more processes"
-    elif count < machine.cores:
-        remedy += f": there are {cores}"
-    return Finding.TOO_FEW_WORKERS, cause, f"{remedy}."
+    elif count < cores:
+        remedy += f": there are {counted(cores, 'core')}"
+    elif is_waiting:
+        remedy += ", also beyond the cores: waiting needs none"
+    return cause, f"{remedy}."
 
 
 def _used(stats: LoaderStats) -> tuple[float, float, float]:
@@ -188,7 +234,9 @@ def _is_locked(stats: LoaderStats, *, lacks_cores: bool = False) -> bool:
         return False
     _, ran_s, stalled_s = _used(stats)
     least_s, most_s = (cores * stats.elapsed_s for cores in LOCKED_CORES)
-    is_limit = lacks_cores or ran_s + stalled_s >= least_s
+    held_s = max(ran_s, stats.cpu_s)  # the consumer's thread needs the lock, too
+    # Threads that wake up from waiting lack a core at the same time, so that not all of it counts.
+    is_limit = lacks_cores or held_s + min(held_s, stalled_s) / 2 >= least_s
     has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return is_limit and ran_s <= most_s and has_lock()
 
@@ -226,6 +274,8 @@ def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
         samples=added["samples"],
         nbytes=added["nbytes"],
         elapsed_s=elapsed_s,
+        cpu_s=added["cpu"] / _NS,
+        consumer_cpu_s=added["consumer_cpu"] / _NS,
         samples_per_s=added["samples"] / elapsed_s,
         wait=WaitStats(
             total_s,

@@ -13,10 +13,11 @@ import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetch import FetchConfig, list_getter
 from shmloader.engine.delivery import DatasetCheckpoints, StateCost
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
+from shmloader.interruptions import Suppressed
 from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import Ranks
@@ -94,6 +95,16 @@ class LoaderConfig(SimpleNamespace):
     def has_device(self) -> bool:
         """Whether a batch is copied to a device."""
         return bool(self.devices.count(None) < len(self.devices))
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of a batch that a worker loads at once; 0 if ``fetch_concurrency`` is no help."""
+        fetch, is_one_call = self.fetch, False
+        if fetch.concurrency is None and fetch.seed is None:
+            with Suppressed(Exception):  # of the user's dataset, which does without in the workers
+                is_one_call = list_getter(self.dataset) is not None
+        no_samples = fetch.is_iterable or fetch.reads or not fetch.auto_collation
+        return 0 if no_samples or fetch.takes_arrays or is_one_call else fetch.concurrency or 1
 
     @property
     def may_replace_workers(self) -> bool:

@@ -9,13 +9,14 @@ has the rules on written-down measurements.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler, Subset
 
 from shmloader import DataLoader, LoaderStats
 from shmloader.insight.stats import Finding
@@ -69,7 +70,7 @@ def test_too_few_workers() -> None:
     assert judged(more).verdict.endswith("Raise num_workers above 1: there are 16 cores.")
     # These workers sleep, and leave the cores alone.
     fewer = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=1))
-    assert judged(fewer).verdict.endswith("Raise num_workers above 1.")
+    assert judged(fewer).verdict.endswith("above 1, also beyond the cores: waiting needs none.")
 
 
 class Heavy:
@@ -136,6 +137,95 @@ def test_memory_near_the_limit_of_the_control_group(tmp_path) -> None:
         assert loader.stats().finding is not Finding.MEMORY
         system.group_v2("/job", 1 << 30, (1 << 30) - 4096)
         check(loader.stats(), Finding.MEMORY, "limit of the control group /job")
+
+
+@pytest.mark.parametrize("options", [{}, {"thread_pool": True}, {"num_workers": "auto", "seed": 1}])
+def test_samples_that_wait_may_be_loaded_at_the_same_time(options) -> None:
+    options = {"batch_size": 4, "num_workers": 2, "persistent_workers": True, **options}
+    stats = second_epoch(DataLoader(Calls(slow, 16), **options))
+    check(stats, Finding.TOO_FEW_WORKERS, "waited in the dataset", "Give fetch_concurrency=4, if")
+    stats = second_epoch(DataLoader(Calls(slow, 16), fetch_concurrency=4, **options))
+    check(stats, Finding.TOO_FEW_WORKERS, "num_workers")
+    assert "fetch_concurrency" not in stats.verdict
+
+
+class InOneCall(Calls):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "at_once"),
+    [
+        (Calls(quick, 4), {}, 1),
+        (Calls(quick, 4), {"fetch_concurrency": 2}, 2),
+        (Subset(Calls(quick, 4), range(2)), {}, 1),
+        (Calls(quick, 4), {"batch_size": None}, 0),
+        (Numbers(), {}, 0),
+        (torch.arange(4), {}, 0),
+        (InOneCall(quick, 4), {}, 0),
+        (Subset(InOneCall(quick, 4), range(2)), {}, 0),
+        (InOneCall(quick, 4), {"seed": 1}, 1),
+        (Calls(quick, 4), {"num_workers": 0}, 0),
+    ],
+)
+def test_samples_are_loaded_at_once_where_a_worker_loads_them_one_by_one(
+    dataset, options, at_once
+) -> None:
+    with DataLoader(dataset, **{"num_workers": 1, **options}) as loader:
+        list(loader)
+        assert loader.stats().fetch_concurrency == at_once
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_worker_that_has_all_slow_batches(in_order) -> None:
+    dataset = Calls(lambda index: time.sleep(LONG_S * (index % 2)) or index, 40)
+    options = {"num_workers": 2, "persistent_workers": True, "in_order": in_order}
+    stats = second_epoch(DataLoader(dataset, **options))
+    if in_order:
+        check(stats, Finding.TOO_FEW_AHEAD, "for a slow batch", "Set in_order=False, if the order")
+    else:
+        check(stats, Finding.TOO_FEW_WORKERS, "Raise num_workers")
+
+
+class SlowToUnpickle:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return slow, (0,)
+
+
+def test_objects_that_are_unpickled_slowly() -> None:
+    options = {"num_workers": 2, "persistent_workers": True, "collate_fn": lambda samples: samples}
+    stats = second_epoch(DataLoader(Calls(lambda _: SlowToUnpickle(), 8), **options))
+    check(stats, Finding.DELIVERY, "handed over. Have collate_fn return few tensors or arrays")
+
+
+def test_a_slow_transform_on_the_cpu() -> None:
+    options = {"num_workers": 2, "persistent_workers": True, "device": "cpu"}
+    stats = second_epoch(DataLoader(Calls(quick, 8), device_transform=lambda _: slow(0), **options))
+    check(stats, Finding.DELIVERY, "thread called device_transform. Do its work in the dataset")
+
+
+def burn(cpu_s: float) -> None:
+    until_s = time.thread_time() + cpu_s
+    while time.thread_time() < until_s:
+        pass
+
+
+def test_other_threads_of_the_process_are_told_from_the_loops() -> None:
+    with DataLoader(Calls(quick, 2), num_workers=1) as loader:
+        for _ in loader:
+            burn(0.02)
+            other = threading.Thread(target=burn, args=(0.05,))
+            other.start()
+            other.join()
+        stats = loader.stats()
+    assert stats.consumer_cpu_s >= 0.04
+    assert stats.cpu_s - stats.consumer_cpu_s >= 0.1
 
 
 def test_no_workers() -> None:

@@ -26,6 +26,21 @@ def test_bytes_of_a_batch_are_those_of_tensors_and_arrays_in_containers():
     assert bytes_of("text") == bytes_of([]) == 0
 
 
+def test_bytes_of_a_batch_of_many_objects_are_not_looked_for_everywhere():
+    looked = []
+
+    class Sample(list):
+        def __iter__(self):
+            looked.append(self)
+            return super().__iter__()
+
+    part = np.zeros(2)
+    assert bytes_of([Sample([part, "text"]) for _ in range(100)]) == 100 * part.nbytes
+    looked.clear()
+    bytes_of([Sample([part, "text"]) for _ in range(100_000)])
+    assert len(looked) < 2_000
+
+
 class Bad(LookupError):  # noqa: N818 - as users name theirs
     """The datasets below raise this."""
 
