@@ -126,10 +126,7 @@ class FlatPacker:
                 kinds.append(kind)
                 sources.append(source)
             layout = self.reserve(container, keys, len(samples), kinds)
-            for field, positions in self._last[3]:  # type: ignore[index] # set by reserve()
-                _write([*map(sources.__getitem__, positions)], self._writer.slot, field)
-                if FAULTS is not None:
-                    FAULTS.reach("worker.write")
+            _write(sources, self._writer.slot, self._last[3])  # type: ignore[index] # set by now
         except _IRREGULAR:
             self._writer.rewind(start)
             return None
@@ -164,31 +161,43 @@ class FlatPacker:
         return self._last[1]
 
 
-def _write(columns: list[Any], slot: Slot, field: Field) -> None:
-    """Write columns of one kind, one after the other.
+def _write(sources: list[Any], slot: Slot, joints: list[_Joint]) -> None:
+    """Write all columns to their fields.
 
     Raises:
-        Exception: One of ``_IRREGULAR`` if they are of different kinds.
+        Exception: One of ``_IRREGULAR`` if the values of a column are of different kinds.
     """
-    kinds = {*map(type, map(itemgetter(0), columns))}
-    if _Tensor not in kinds:
-        array = np.ndarray(field.shape, columns[0][0].dtype, slot.memory, field.offset)
-        arrays = columns if array.ndim == 1 else [*chain.from_iterable(columns)]
-        np.concatenate(arrays, out=array.reshape(-1, *field.shape[2:]))
-        return
-    if len(kinds) > 1:
-        columns = [map(torch.as_tensor, column) for column in columns]
-    values = columns[0] if len(columns) == 1 else [*chain.from_iterable(columns)]
-    out = field_tensor(slot, field)
-    if out.nbytes <= COPY_OUT_BYTES:  # torch is faster without out=, even with another copy
-        stacked = torch.stack(values)
-        is_alike = stacked.dtype == out.dtype and stacked.shape == out.shape
-        if type(stacked) is _Tensor and is_alike and not stacked.requires_grad:
-            out.copy_(stacked)
-            return
-    if {*map(type, values)} != {_Tensor}:  # a subclass would determine the type of the batch
-        raise ValueError
-    stack_into(values, out)
+    for field, positions in joints:
+        columns: list[Any] = [*map(sources.__getitem__, positions)]
+        kinds = {*map(type, map(itemgetter(0), columns))}
+        if _Tensor not in kinds:
+            array = np.ndarray(field.shape, columns[0][0].dtype, slot.memory, field.offset)
+            if array.ndim == 1:  # of numbers
+                array.reshape(len(columns), -1)[:] = columns
+            else:
+                arrays = [*chain.from_iterable(columns)]
+                np.concatenate(arrays, out=array.reshape(-1, *field.shape[2:]))
+        else:
+            if len(kinds) > 1:
+                columns = [map(torch.as_tensor, column) for column in columns]
+            values = columns[0] if len(columns) == 1 else [*chain.from_iterable(columns)]
+            out = field_tensor(slot, field)
+            stacked = None
+            if out.nbytes <= COPY_OUT_BYTES:  # faster without out=, even with another copy
+                stacked = torch.stack(values)
+            if (
+                type(stacked) is _Tensor
+                and stacked.dtype == out.dtype
+                and stacked.shape == out.shape
+                and not stacked.requires_grad
+            ):
+                out.copy_(stacked)
+            elif {*map(type, values)} == {_Tensor}:
+                stack_into(values, out)
+            else:
+                raise ValueError  # a subclass would determine the type of the batch
+        if FAULTS is not None:
+            FAULTS.reach("worker.write")
 
 
 def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:
