@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.batch.payload import Recorder, reducers_of_multiprocessing, spawning
+from shmloader.batch.payload import Recorder, spawning
 from shmloader.interruptions import Caught, attempt
-from shmloader.memory.pickled import sparse_parts
+from shmloader.memory.pickled import reducers_of_multiprocessing, sparse_parts
 from shmloader.memory.segment import Segment
 from shmloader.memory_maps import reduce_memory_map
 from shmloader.shared.containers import reduce_array, reduce_tensor
@@ -81,7 +81,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(types.SimpleNamespace(write=hasher.update), 4)
         self.fast, self._end, self._parts_left = not has_memo, end, _MOST_PARTS
         if end is None:  # memory that processes share is not in samples
-            self.dispatch_table = copyreg.dispatch_table | reducers_of_multiprocessing()
+            reducers = reducers_of_multiprocessing(with_torch=True)
+            self.dispatch_table = copyreg.dispatch_table | reducers
 
     def persistent_id(self, value: Any) -> Any:
         """Return what is pickled in place of a part; None for the part itself."""

@@ -11,15 +11,21 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import default_collate
 
 from shmloader.batch.failures import add_note, describe_index
-from shmloader.batch.payload import Recorder, reduce_bulk, reducers_of_multiprocessing, spawning
+from shmloader.batch.payload import Recorder, reduce_bulk, spawning
 from shmloader.grammar import described_data, with_article
 from shmloader.interruptions import Caught, Suppressed, attempt
-from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, dump, pickle_batch
+from shmloader.memory.pickled import (
+    PICKLE_ERRORS,
+    OutOfBand,
+    dump,
+    pickle_batch,
+    reducers_of_multiprocessing,
+)
 
 # How errors of torch's default_collate, torch.stack and numpy.stack begin that are about the
 # samples themselves.
@@ -115,16 +121,13 @@ def _describe(parts: list[Any], indices: Any) -> str:
 # Objects that cannot be pickled -----------------------------------------------------------
 
 
-class Unpicklable(NamedTuple):
-    """A part that cannot be pickled, and its path, such as "dataset.transforms[2].client"."""
-
-    path: str
-    value: object
+#: A part that cannot be pickled: its path, such as "dataset.transforms[2].client", and the value.
+Unpicklable = tuple[str, object]
 
 
 def _dump_for_workers(value: object) -> None:
     with spawning(Recorder()):
-        dump(value, reduce_bulk, reducers_of_multiprocessing(), by_value=True)
+        dump(value, reduce_bulk, reducers_of_multiprocessing(with_torch=True), by_value=True)
 
 
 def find_unpicklable(
@@ -142,7 +145,7 @@ def find_unpicklable(
     while waiting:
         path, value = waiting.pop(0)
         if isinstance(attempt(pickle_part, value), Caught):
-            found = Unpicklable(path, value)
+            found = path, value
             waiting = []
             parts: Any = attempt(list, _parts_of(value))
             for step, part in () if isinstance(parts, Caught) else parts:
@@ -195,7 +198,7 @@ def explain_unpicklable(
     """
     where = "A part of the dataset, or of a function given to the loader,"
     if found is not None:
-        where = f"{found.path} (of type {_type_name(found.value)})"
+        where = f"{found[0]} (of type {_type_name(found[1])})"
     text = f"{where} cannot be pickled, so it cannot be sent to {receiver}. {remedy}"
     for kind in PICKLE_ERRORS:
         if isinstance(error, kind):

@@ -23,7 +23,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from multiprocessing import reduction
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,13 @@ import numpy as np
 import torch
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, dump, reduce_data
+from shmloader.memory.pickled import (
+    PICKLE_ERRORS,
+    OutOfBand,
+    dump,
+    reduce_data,
+    reducers_of_multiprocessing,
+)
 from shmloader.memory.segment import (
     BULK_BYTES,
     TOKEN_BYTES,
@@ -101,12 +106,6 @@ def spawning(popen: Any) -> Iterator[None]:
         yield
     finally:
         multiprocessing.context.set_spawning_popen(before)
-
-
-def reducers_of_multiprocessing() -> dict[type, Any]:
-    """Return the reducers for a process that multiprocessing starts, torch's among them."""
-    reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    return {kind: each for kind, each in reducers.items() if kind is not np.ndarray}
 
 
 # Pickles in segments ----------------------------------------------------------------------
@@ -180,7 +179,7 @@ def seal(
         in bytes; and whether cloudpickle was used.
     """
     reduce = functools.partial(reduce_bulk, is_portable=recorder is None)
-    reducers = {} if recorder is None else reducers_of_multiprocessing()
+    reducers = {} if recorder is None else reducers_of_multiprocessing(with_torch=True)
     body: bytes | None = None
     if main_is_importable():
         with contextlib.suppress(*PICKLE_ERRORS):

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.batch.collator import bytes_of
-from shmloader.batch.explain import Unpicklable, find_unpicklable
+from shmloader.batch.explain import find_unpicklable
 from shmloader.batch.payload import Payload
 from shmloader.cli.target import UsageError, call, close, without_workers
 from shmloader.grammar import counted, described_type, size
@@ -175,7 +175,7 @@ def _examine(name: str) -> tuple[str, dict[str, str], dict[str, str], list[dict[
                 rows["pickle"] = f"{size(payload.nbytes)}{how}; sent once for all workers"
         except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
             part = find_unpicklable([*roots.values()], [*roots])
-            path, value = part or Unpicklable("the arguments of the loader", loader)
+            path, value = part or ("the arguments of the loader", loader)
             remedy = "open or create it in the worker, and leave it out in __getstate__"
             what = f"it cannot be pickled ({_first_line(error)})"
             complain("pickle", path, _name_of(type(value)), what, remedy)

@@ -6,19 +6,18 @@ what one element is. Lists of ints and arrays are copied by a few lines of C (:m
 one call that fills what is between them as well. For other samples, and without the compiled part,
 what is fastest differs:
 
-- lists of ints: ``struct`` converts them in place, in half the time that NumPy takes;
+- lists of ints: made arrays first;
 - arrays: one slice assignment a sample;
 - tensors: slices of tensors cost more than joining them all, so they are joined first;
 - :class:`Ragged`: by slices if samples are long; by one array of indices if they are short.
 """
 
 import abc
-import functools
 import itertools
 import math
 import operator
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -200,28 +199,13 @@ class _IntLists(Sequences):
         self._copied = samples
 
     def _write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
-        if not out.numel():
-            return  # such memory cannot be cast
-        memory, counts = out.numpy().data.cast("B"), lengths.tolist()
-        samples = self._samples
-        if lengths is not self.lengths and not np.array_equal(lengths, self.lengths):
-            samples = [each[:count] for each, count in zip(samples, counts, strict=True)]
-        offsets = (starts * out.itemsize).tolist()
-        number = -1
+        arrays: list[_Array] = []
         try:
-            for sample, at, count in zip(samples, offsets, counts, strict=True):
-                number += 1
-                _packer(count)(memory, at, *sample)
-        except struct.error as error:
-            raise bad_sample(
-                self._field, number, "begins with an int, but not all its items are ints of 64 bits"
-            ) from error
-
-
-@functools.lru_cache(maxsize=4096)
-def _packer(count: int) -> Callable[..., None]:
-    """Return what writes so many ints into a buffer, at an offset in bytes."""
-    return struct.Struct(f"{count}q").pack_into
+            arrays.extend(np.asarray(array("q", sample)) for sample in self._samples)
+        except (TypeError, OverflowError) as error:
+            problem = "begins with an int, but not all its items are ints of 64 bits"
+            raise bad_sample(self._field, len(arrays), problem) from error
+        _Slices(arrays, self.lengths, self.dtype, ()).write(out, starts, lengths)
 
 
 def read_sequences(samples: Any, field: object) -> Sequences:

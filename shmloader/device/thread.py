@@ -196,12 +196,6 @@ class ThreadOwner:
         self.pid = os.getpid()
         self.thread: EngineThread | None = None
 
-    def begin(self) -> EngineThread:
-        """Make a thread, without starting it, and make the engine belong to it."""
-        self.thread = thread = EngineThread(self._engine, self._stage)
-        self._engine.attach(thread)
-        return thread
-
     def end_epoch(self) -> None:
         """End the thread, if there is one. The engine belongs to the calling thread afterwards.
 
@@ -276,7 +270,8 @@ class StagedEngine:
         self._draw = tickets.__next__
         self._readings = tickets if type(tickets) is ReaderOrder else None
         self._tickets_out = self.draw_ns = 0
-        thread = self.owner.begin()
+        thread = self.owner.thread = EngineThread(self._engine, self._stage)
+        self._engine.attach(thread)
         try:
             for _ in range(self.window):
                 if not self._draw_one(thread):

@@ -12,6 +12,7 @@ The module is long because each kind of data has a function that reduces it, and
 
 import copyreg
 import io
+import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -188,12 +189,12 @@ def load(body: Any, buffers: Sequence[Any], order: Sequence[int]) -> Any:
     return pickle.loads(body, buffers=[buffers[index] for index in order])
 
 
-def batch_reducers() -> dict[type, Any]:
-    """Return multiprocessing's reducers without torch's, which send a descriptor per storage."""
+def reducers_of_multiprocessing(*, with_torch: bool) -> dict[type, Any]:
+    """Return multiprocessing's reducers. Those of torch's send a descriptor for each storage."""
     return {
         kind: reducer
         for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
-        if not reducer.__module__.startswith("torch.") and kind is not np.ndarray
+        if kind is not np.ndarray and (with_torch or not reducer.__module__.startswith("torch."))
     }
 
 
@@ -206,7 +207,7 @@ def reduce_data(value: Any, parts: OutOfBand) -> Any:
         return _reduce_array(value)
     if kind is torch.UntypedStorage and value.device.type == "cpu":
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
-        return rebuild_storage, (parts.mark(whole),)
+        return operator.attrgetter("storage"), (parts.mark(whole),)
     if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
         return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
@@ -300,11 +301,6 @@ def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) 
     return tensor
 
 
-def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
-    """Return the storage. All its bytes were needed."""
-    return partial.storage
-
-
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Make a typed storage."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -339,12 +335,13 @@ def pickle_batch(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
 
     With ``by_value``, cloudpickle is tried where pickle cannot import a class or function.
     """
+    reducers = reducers_of_multiprocessing(with_torch=False)
     try:
-        return dump(batch, reduce_data, batch_reducers())
+        return dump(batch, reduce_data, reducers)
     except Exception:
         if not by_value:
             raise
-        return dump(batch, reduce_data, batch_reducers(), by_value=True)
+        return dump(batch, reduce_data, reducers, by_value=True)
 
 
 def write_batch(

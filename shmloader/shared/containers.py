@@ -30,11 +30,11 @@ from shmloader.memory.pickled import (
     PICKLE_ERRORS,
     OutOfBand,
     PartialStorage,
-    batch_reducers,
     dump,
     is_plain,
     rebuild_tensor,
     reduce_data,
+    reducers_of_multiprocessing,
     storage_over,
     tensor_fields,
 )
@@ -182,7 +182,8 @@ def write_records(
         TypeError: If an item cannot be pickled.
         SharedMemoryError: If there is not enough memory.
     """
-    chunk, starts, others, reducers = bytearray(), array("q"), {}, batch_reducers()
+    chunk, starts, others = bytearray(), array("q"), {}
+    reducers = reducers_of_multiprocessing(with_torch=False)
 
     def flush() -> None:
         writer.append(chunk, is_aligned=False)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 import shmloader
 from shmloader.memory import segment as segment_module
 from shmloader.memory.limits import Free
-from shmloader.memory.pickled import batch_reducers
+from shmloader.memory.pickled import reducers_of_multiprocessing
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
 from shmloader.shared.containers import SharedDict, SharedList
@@ -352,7 +352,9 @@ def test_a_tensor_of_any_kind_crosses_as_a_handle(dtype):
 
 def test_batches_are_pickled_as_before_once_tensors_have_handles():
     shmloader.share(torch.arange(3))
-    assert {np.ndarray, torch.Tensor, torch.nn.Parameter}.isdisjoint(batch_reducers())
+    assert {np.ndarray, torch.Tensor, torch.nn.Parameter}.isdisjoint(
+        reducers_of_multiprocessing(with_torch=False)
+    )
 
 
 def test_parameters_keep_their_type_and_others_stay():
