@@ -1,12 +1,12 @@
 """The messages between the main process and its workers.
 
-The two messages of a plain batch, a task and a batch without a new layout or anything unusual,
-begin with a fixed head (:data:`TASK_HEAD`, :data:`DONE_HEAD`), whose first byte is the kind. Any
-other message is one of the named tuples below, pickled. No pickle begins with one of those bytes.
-Both ends run the same version of this file.
+A task, and a batch without a new layout or anything unusual, begin with a fixed head
+(:data:`TASK_HEAD`, :data:`DONE_HEAD`), whose first byte is the kind. Any other message is one of
+the named tuples below, pickled. No pickle begins with one of those bytes. Both ends run the same
+version of this file.
 
 A ``SOCK_SEQPACKET`` datagram arrives whole or not at all (I3). A long list of indices lies in the
-task's slot (:class:`Spilled`), and a dataset's state in a slot as well (:class:`InSlot`). A message
+task's slot (:data:`SPILLED`), and a dataset's state in a slot as well (:class:`InSlot`). A message
 that is long all the same is sent in pieces, one after the other (:func:`pieces`, :func:`join`).
 """
 
@@ -22,22 +22,21 @@ INLINE_BYTES = 16 * 1024
 #: Size of the receive buffer.
 RECEIVE_BYTES = 2 * INLINE_BYTES
 
-#: First bytes of a task and of a batch with a fixed head, and of the pieces of a long message: of
-#: its last one, and of those before.
-TASK, DONE, LAST, MORE = range(1, 5)
-#: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The indices follow:
-#: a pickle, or a dump of an IndexArray.
+#: First bytes of a batch with a fixed head, and of the pieces of a long message: of its last one,
+#: and of those before.
+DONE, LAST, MORE = range(1, 4)
+#: Bits of the first byte of a task. Only a task has the first one. With the second, the indices lie
+#: at the beginning of the slot, and the number of their bytes is in their place. With the third,
+#: they are a pair: the indices, and what the workers that were ended were doing, by the numbers of
+#: the samples that hung, which raise instead.
+TASK, SPILLED, HUNG = 8, 16, 32
+#: Head of a task: bits, seq, epoch, slot_id, touched_bytes, dataset_epoch. The indices follow: a
+#: pickle, or a dump of an IndexArray.
 TASK_HEAD = struct.Struct("=Bqqqqq")
 #: Head of a plain batch: ``DONE``, seq, epoch, slot_id, used_bytes. The worker's times follow.
 DONE_HEAD = struct.Struct("=Bqqqq")
 #: Stands for a ``dataset_epoch`` of None.
 NO_EPOCH = -1
-
-
-class Spilled(NamedTuple):
-    """Stands for a pickled value of ``nbytes`` that lies at the beginning of the slot."""
-
-    nbytes: int
 
 
 class InSlot(NamedTuple):
@@ -69,8 +68,7 @@ class Task(NamedTuple):
         indices: What the sampler yielded, packed by itself, since a key of the user's own class
             may fail to unpickle. With its position in the epoch if samples have random number
             generators of their own.
-        has_hung: Whether ``indices`` is a pair: the indices, and what the workers that were ended
-            were doing, by the numbers of the samples that hung, which raise instead.
+        bits: The first byte of the message.
     """
 
     seq: int
@@ -78,8 +76,8 @@ class Task(NamedTuple):
     slot_id: int
     touched_bytes: int
     dataset_epoch: int | None
-    indices: bytes | Spilled
-    has_hung: bool = False
+    indices: bytes
+    bits: int = TASK
 
 
 class StartEpoch(NamedTuple):
@@ -150,7 +148,7 @@ class Left(NamedTuple):
     """Worker → main: the answer to :class:`Leave`. All earlier tasks are answered."""
 
 
-ToWorker = Task | StartEpoch | ResumeStream | Leave
+ToWorker = StartEpoch | ResumeStream | Leave
 FromWorker = Answered | StreamEnded | EpochStarted | Left
 
 
@@ -192,5 +190,5 @@ def join(before: bytearray, data: bytes) -> bytes | None:
 
 def seq_of_task(data: bytes) -> int:
     """Return the ticket's number from a packed task."""
-    seq: int = TASK_HEAD.unpack_from(data)[1] if data[0] == TASK else pickle.loads(data).seq
+    seq: int = TASK_HEAD.unpack_from(data)[1]
     return seq

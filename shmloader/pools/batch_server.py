@@ -152,11 +152,12 @@ class BatchServer:
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         indices, pid = task.indices, self.writer.pid
-        if isinstance(indices, messages.Spilled):
-            self._arena.reach(slot, indices.nbytes)
-            indices = bytes(slot.memory[: indices.nbytes])
+        if task.bits & messages.SPILLED:
+            nbytes = int(indices)
+            self._arena.reach(slot, nbytes)
+            indices = bytes(slot.memory[:nbytes])
         content = load_indices(indices)
-        content, self.dataset.hung = content if task.has_hung else (content, {})
+        content, self.dataset.hung = content if task.bits & messages.HUNG else (content, {})
         batch = self.dataset.load(content, task.dataset_epoch)
         if getpid() != pid:
             end_if_forked(pid)

@@ -12,7 +12,7 @@ from shmloader.faults import FAULTS
 from shmloader.grammar import size
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
-from shmloader.messages import DONE, NO_EPOCH, RECEIVE_BYTES, TASK
+from shmloader.messages import DONE, HUNG, NO_EPOCH, RECEIVE_BYTES, SPILLED, TASK
 from shmloader.pools import Events
 from shmloader.pools.answers import Answer, read_layout
 from shmloader.pools.batch_server import TaskConfig
@@ -62,14 +62,17 @@ class ProcessPool(WorkerProcesses):
 
     def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Send a ticket's task."""
-        slot_id, hung, memory = ticket.slot_id, ticket.hung, self.memory
+        slot_id, memory, bits = ticket.slot_id, self.memory, TASK
         if memory.is_short:
             memory.prepare(slot_id)
         try:
-            content: Any = (ticket.indices, hung) if hung else ticket.indices
+            content: Any = ticket.indices
+            if ticket.hung:
+                content, bits = (content, ticket.hung), TASK | HUNG
             is_array = type(content) is IndexArray
             data = content.dump() if is_array else pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
-            spilled = self._spill(ticket, data) if len(data) > _LONG_BYTES else None
+            if len(data) > _LONG_BYTES:
+                data, bits = self._spill(ticket, data), bits | SPILLED
         except Exception as error:
             if is_interruption(error):
                 raise
@@ -77,15 +80,8 @@ class ProcessPool(WorkerProcesses):
             where = "while sending indices to a DataLoader worker process"
             return Answer(error=RemoteError.caught(where))
         touched_bytes = memory.slots[slot_id].touched_bytes
-        told = self.dataset_epoch
-        if hung or spilled is not None:
-            body = data if spilled is None else spilled
-            data = messages.pack(
-                messages.Task(ticket.seq, epoch, slot_id, touched_bytes, told, body, bool(hung))
-            )
-        else:
-            told = NO_EPOCH if told is None else told
-            data = _pack_head(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + data
+        told = NO_EPOCH if self.dataset_epoch is None else self.dataset_epoch
+        data = _pack_head(bits, ticket.seq, epoch, slot_id, touched_bytes, told) + data
         if self.queue is None:  # as _send() does, in one call fewer
             worker = self.handles[ticket.worker_id]
             if not worker.send(data):
@@ -96,8 +92,8 @@ class ProcessPool(WorkerProcesses):
             FAULTS.reach("main.dispatch")
         return None
 
-    def _spill(self, ticket: Any, body: bytes) -> messages.Spilled:
-        """Put a long index list into the ticket's slot."""
+    def _spill(self, ticket: Any, body: bytes) -> bytes:
+        """Put a long index list into the ticket's slot. Returns its length."""
         memory, nbytes = self.memory, len(body)
         if nbytes > memory.arena.slot_bytes:
             raise SharedMemoryError(
@@ -106,7 +102,7 @@ class ProcessPool(WorkerProcesses):
             )
         memory.grow(ticket.slot_id, nbytes).memory[:nbytes] = body
         memory.count_pages(ticket.slot_id, nbytes)
-        return messages.Spilled(nbytes)
+        return b"%d" % nbytes
 
     def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - workers count none
         """Tell a worker to begin a further epoch."""

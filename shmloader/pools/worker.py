@@ -184,20 +184,17 @@ class _Client:
 
     def serve(self, data: bytes) -> None:
         """Do what a message says, and answer it if it is a task or asks for an answer."""
-        if data[0] == messages.TASK:
+        if data[0] & messages.TASK:
             head = messages.TASK_HEAD
-            _, seq, epoch, slot_id, touched_bytes, told = head.unpack_from(data)
+            bits, seq, epoch, slot_id, touched_bytes, told = head.unpack_from(data)
             dataset_epoch, indices = None if told == messages.NO_EPOCH else told, data[head.size :]
-            task = messages.Task(seq, epoch, slot_id, touched_bytes, dataset_epoch, indices)
+            task = messages.Task(seq, epoch, slot_id, touched_bytes, dataset_epoch, indices, bits)
             self._make_batch(task)
             return
         whole = messages.join(self._pieces, data)
         if whole is None:
             return
         message = messages.unpack(whole)
-        if isinstance(message, messages.Task):
-            self._make_batch(message)
-            return
         self.line.held[0] = NO_TASK
         if isinstance(message, messages.StartEpoch):
             self.line.set(Phase.LEAVING_EPOCH)

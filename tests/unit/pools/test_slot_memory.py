@@ -14,7 +14,7 @@ import torch
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena
-from shmloader.messages import RECEIVE_BYTES, unpack
+from shmloader.messages import RECEIVE_BYTES, SPILLED, TASK, TASK_HEAD
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
@@ -184,11 +184,12 @@ def test_long_indices_go_into_a_slot_whose_mapping_a_device_reads():
     indices = bytes(range(256)) * 4096
     assert pool.send(Unpickled(indices), 0) is None
     with queue.pop_receiver() as receiver:
-        task = unpack(receiver.recv(RECEIVE_BYTES))
-    where = task.indices
-    found = arena.slots[0].memory[: where.nbytes]
-    assert pickle.loads(found) == indices
-    assert task.touched_bytes == where.nbytes
+        data = receiver.recv(RECEIVE_BYTES)
+    bits, *_, touched_bytes, _ = TASK_HEAD.unpack_from(data)
+    assert bits == TASK | SPILLED
+    nbytes = int(data[TASK_HEAD.size :])
+    assert pickle.loads(arena.slots[0].memory[:nbytes]) == indices
+    assert touched_bytes == nbytes
     pool.close()
 
 
