@@ -351,16 +351,9 @@ class Engine:
         if not isinstance(answer, Answer) or answer.error is not None:
             self._raise_instead(ticket, answer)
         if answer.times is not None:
-            handed = pack_batch(
-                ticket.worker_id,
-                ticket.offered_ns,
-                ticket.sent_ns,
-                answer.looked_ns,
-                answer.seen_ns,
-                time.monotonic_ns(),
-                answer.nbytes,
-                scheduler.slots.lent_count,
-            )
+            sent, seen = (ticket.offered_ns, ticket.sent_ns), (answer.looked_ns, answer.seen_ns)
+            now_ns, lent = time.monotonic_ns(), scheduler.slots.lent_count
+            handed = pack_batch(ticket.worker_id, *sent, *seen, now_ns, answer.nbytes, lent)
             ticket.times = handed + answer.times
         batch = answer.content
         if self._memory is not None:
@@ -546,12 +539,8 @@ class Engine:
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Record the answer to a task: its batch, or a failure."""
-        scheduler, state = self._scheduler, None
         answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
-        if scheduler.beginnings is not None and not answer.is_final:
-            state = answer.snapshot, answer.fingerprint, answer.state_ns
-        taker = worker_id if self._pool.has_queue and worker_id != UNASSIGNED else None
-        scheduler.answered(seq, epoch, answer, taker=taker, state=state)
+        self._scheduler.answered(seq, epoch, answer, taker=worker_id)
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
         """Record that a worker's iterable dataset has no batch for this task or a later one."""
@@ -576,11 +565,10 @@ class Engine:
         held: Collection[int] = (),
     ) -> None:
         """Record a worker's death: it will be replaced, or its tickets fail."""
-        scheduler = self._scheduler
-        scheduler.recalled(recalled)
-        is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
+        self._scheduler.recalled(recalled)
+        is_ours = was_at.phase is Phase.LOADING and was_at.epoch == self._scheduler.epoch
         at_work = was_at.seq if is_ours else None
-        scheduler.worker_lost(worker_id, death, at_work, held=held)
+        self._scheduler.worker_lost(worker_id, death, at_work, held=held)
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
         """Close the engine, and raise an error. Later calls report ``why``, or its text."""

@@ -49,7 +49,6 @@ from shmloader.engine.records import (
     WorkerTable,
 )
 from shmloader.errors import InternalError
-from shmloader.messages import Unsaved
 
 # The worker or the slot of a ticket that has none yet.
 UNASSIGNED = -1
@@ -238,32 +237,27 @@ class Scheduler:
         self._next_worker = (worker.worker_id + 1) % len(self.workers)
         return worker
 
-    def answered(
-        self,
-        seq: int,
-        epoch: int,
-        answer: object,
-        *,
-        taker: int | None = None,
-        state: tuple[bytes | Unsaved | None, int | None, int] | None = None,
-    ) -> Ticket:
+    def answered(self, seq: int, epoch: int, answer: Any, *, taker: int = UNASSIGNED) -> Ticket:
         """Record the answer to a ticket, and return the ticket. If dropped, its slot is free (I6).
 
         Args:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
-            answer: The answer: a batch or an error.
-            taker: The worker that received the ticket, if the pool has a queue.
-            state: What :meth:`Checkpoint.after_batch` takes; None if there is no batch.
+            answer: An :class:`~shmloader.pools.answers.Answer`; None if the stream has ended. Only
+                the dataset's state is read, if checkpoints are kept.
+            taker: The worker that has answered; UNASSIGNED if the ticket could not be sent.
         """
         ticket = self._tickets.get(seq)
         if ticket is None or ticket.answer is not None or epoch != self.epoch:
             raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
-        if taker is not None:
+        if taker != UNASSIGNED:
             ticket.worker_id = taker
-        if state is not None and self.beginnings is not None and not ticket.is_dropped:
+        if self.beginnings is not None and answer is not None and not ticket.is_dropped:
             worker = self.workers[ticket.worker_id]
-            worker.checkpoint = ticket.checkpoint = worker.checkpoint.after_batch(*state)
+            if not answer.is_final:
+                worker.checkpoint = ticket.checkpoint = worker.checkpoint.after_batch(
+                    answer.snapshot, answer.fingerprint, answer.state_ns
+                )
         if ticket.is_dropped or self._has_queue or not self.in_order:
             self._answer(ticket, answer)
         else:  # as _answer() does, in one call fewer

@@ -82,7 +82,7 @@ class ProcessPool(WorkerProcesses):
         touched_bytes = memory.slots[slot_id].touched_bytes
         told = NO_EPOCH if self.dataset_epoch is None else self.dataset_epoch
         data = _pack_head(bits, ticket.seq, epoch, slot_id, touched_bytes, told) + data
-        if self.queue is None:  # as _send() does, in one call fewer
+        if self.queue is None:
             worker = self.handles[ticket.worker_id]
             if not worker.send(data):
                 self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
@@ -106,13 +106,19 @@ class ProcessPool(WorkerProcesses):
 
     def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - workers count none
         """Tell a worker to begin a further epoch."""
-        self._send(worker_id, messages.pack(messages.StartEpoch(self.dataset_epoch)))
+        self._send(worker_id, messages.StartEpoch(self.dataset_epoch))
         return False
 
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes."""
-        for piece in messages.pieces(messages.pack(messages.ResumeStream(checkpoint))):
-            self._send(worker_id, piece)
+        self._send(worker_id, messages.ResumeStream(checkpoint))
+
+    def _send(self, worker_id: int, message: messages.ToWorker) -> None:
+        """Send a message to a worker, without blocking. A message to a dead worker is dropped."""
+        worker = self.handles[worker_id]
+        for piece in messages.pieces(messages.pack(message)):
+            if not worker.send(piece):
+                self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
     # Events ------------------------------------------------------------------------------
 
@@ -190,7 +196,7 @@ class ProcessPool(WorkerProcesses):
 
     def leave(self, worker_id: int) -> None:
         """Have a worker receive no more tasks from the queue."""
-        self._send(worker_id, messages.pack(messages.Leave()))
+        self._send(worker_id, messages.Leave())
 
     def close(self) -> None:
         """End all workers, and free all memory except what lies under the user's views."""

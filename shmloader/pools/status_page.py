@@ -144,7 +144,7 @@ class StatusPage:
     def ask(self, worker_id: int, pid: int) -> AtWork:
         """Return what a living worker is doing, with its stack. Takes up to a third of a second."""
         at_work = self.read(worker_id)
-        if _is_stopped(pid):
+        if read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"]):
             return replace(at_work, is_stopped=True)
         if at_work.phase is Phase.STARTING:
             return at_work
@@ -209,9 +209,3 @@ class Line:
     def set_sample(self, number: int, deadline_ns: int) -> None:
         """Write the number and the deadline of the sample in work."""
         _SAMPLE.pack_into(self._words, self._offset + _SAMPLE_AT, number, deadline_ns)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or by a debugger."""
-    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return bool(fields) and fields[0] in ("T", "t")

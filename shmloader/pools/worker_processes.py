@@ -19,7 +19,6 @@ The module is long because it waits for messages, for deaths and for space to se
 
 import abc
 import contextlib
-import functools
 import math
 import multiprocessing.process
 import multiprocessing.util
@@ -116,7 +115,8 @@ class WorkerProcesses:
             self.end_workers()
             raise
         self.nursery = starter.nursery
-        self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
+        # Until the workers end, this refers to the pool, which an iterator's finalizer closes.
+        self.readings.open(self._usage)
         if not may_replace:
             starter.finish()
 
@@ -193,12 +193,6 @@ class WorkerProcesses:
     def recall(self) -> list[int]:
         """Take back the tasks that no worker has received."""
         return [] if self.queue is None else self.queue.recall()
-
-    def _send(self, worker_id: int, data: bytes) -> None:
-        """Send a message to a worker, without blocking. A message to a dead worker is dropped."""
-        worker = self.handles[worker_id]
-        if not worker.send(data):
-            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
     def enable_wake(self) -> None:
         """Enable :meth:`wake`."""
@@ -341,6 +335,10 @@ class WorkerProcesses:
         """Return what a worker is doing, with its stack. Takes up to a third of a second."""
         return self._page.ask(worker_id, self.pid(worker_id))
 
+    def _usage(self, thoroughly: bool) -> list[Usage]:
+        """Return what the workers have used."""
+        return [usage_of(worker.pid, thoroughly=thoroughly) for worker in self.handles]
+
     # End ---------------------------------------------------------------------------------
 
     def end_workers(self) -> None:
@@ -396,14 +394,6 @@ class WorkerProcesses:
             with contextlib.suppress(OSError):
                 worker.close_pidfd()
         self._close_rest()
-
-
-def _read_usage(reference: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Usage] | None:
-    """Return what the workers have used; None if they are gone."""
-    group = reference()
-    if group is None:
-        return None
-    return [usage_of(worker.pid, thoroughly=thoroughly) for worker in group.handles]
 
 
 def _end_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:

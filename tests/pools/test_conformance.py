@@ -271,8 +271,7 @@ class Told:
         self.threads.add(threading.get_ident())
         assert seq not in self.answers, "each task is answered once"
         assert not self.pool.is_waiting, "what is interrupted from now on may be lost"
-        taker = worker_id if self.pool.has_queue else None
-        ticket = self.scheduler.answered(seq, epoch, answer, taker=taker)
+        ticket = self.scheduler.answered(seq, epoch, answer, taker=worker_id)
         assert ticket.worker_id == worker_id
         if not ticket.is_dropped:
             self.answers[seq] = answer

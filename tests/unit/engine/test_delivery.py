@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.engine.scheduler import Scheduler
-from shmloader.pools.answers import Death
+from shmloader.pools.answers import Answer, Death
 
 #: States of random number generators, which are only passed on here.
 RNG = ({"torch": "text"},)
+
+
+def answer_with(snapshot):
+    """An answer after which the dataset has this state."""
+    answer = Answer(snapshot)
+    answer.snapshot = snapshot
+    return answer
 
 
 class Run:
@@ -53,7 +60,7 @@ class Run:
             return
         self.given[worker_id] += 1
         snapshot = b"%d" % self.given[worker_id]
-        self.scheduler.answered(ticket.seq, 0, snapshot, state=(snapshot, None))
+        self.scheduler.answered(ticket.seq, 0, answer_with(snapshot))
 
     def take(self):
         """What `next()` does, if a batch is there."""
@@ -63,7 +70,7 @@ class Run:
         self.scheduler.pop(ticket)
         self.user.update([(ticket.worker_id, ticket.checkpoint)])
         self.scheduler.slots.free(ticket.slot_id)
-        self.walk.append((ticket.worker_id, ticket.answer))
+        self.walk.append((ticket.worker_id, ticket.answer.content))
         self.seen.append(self.user.mark())
         self.offer()
         return True
@@ -147,7 +154,7 @@ def checkpoints_of(subject):
 
 def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
     subject = subject_of(3)
-    subject.answered(0, 0, "batch", state=(b"in the midst", None))
+    subject.answered(0, 0, answer_with(b"in the midst"))
     subject.stream_ended(1, 0, Checkpoint(snapshot=b"at the end", rng=RNG))
     subject.end_epoch()
     subject.stream_ended(2, 0, Checkpoint(snapshot=b"late"))
@@ -157,7 +164,7 @@ def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
 
 def test_the_state_of_a_map_style_dataset_stays_with_its_worker_when_an_epoch_is_left():
     subject = subject_of(2, is_iterable=False)
-    subject.answered(0, 0, "batch", state=(b"after a batch", None))
+    subject.answered(0, 0, answer_with(b"after a batch"))
     subject.end_epoch()
     assert checkpoints_of(subject) == [Checkpoint(0, b"after a batch"), Checkpoint()]
 

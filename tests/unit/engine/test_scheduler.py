@@ -171,8 +171,7 @@ class Play:
             assert not subject.wanted_of(worker_id), "what follows the end is awaited"
             return
         answer = (subject.epoch, seq)
-        taker = worker_id if self.has_queue else None
-        ticket = subject.answered(seq, subject.epoch, answer, taker=taker)
+        ticket = subject.answered(seq, subject.epoch, answer, taker=worker_id)
         assert ticket.slot_id == slot_id, "I1: a ticket keeps its slot"
         assert ticket.is_dropped == (not self.is_running), "I6, or a wanted answer was dropped"
         self.arrived += [seq] * self.is_running
