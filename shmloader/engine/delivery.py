@@ -30,9 +30,7 @@ _SHARE, _LONG_NS = 0.1, 500_000_000
 class Instead(Exception):  # noqa: N818 - never raised to the user
     """Carries an exception that ``next()`` is to raise in place of a batch.
 
-    What the user's code raises, and what an engine reports itself, is wrapped in this class where
-    it is found, and raised to the user by ``BatchIterator.__next__`` alone. So any other
-    exception is an interruption, such as a Ctrl-C.
+    ``BatchIterator.__next__`` alone raises it to the user. Any other exception is an interruption.
 
     Attributes:
         error: The exception; a StopIteration at the epoch's end.
@@ -75,9 +73,7 @@ class DatasetCheckpoints:
         base_seed: The seed from which the workers were seeded when they started; None in-process.
 
     Args:
-        checkpoints: The initial checkpoints, by worker number.
-        next_worker: The worker whose batch comes first.
-        base_seed: The workers' base seed; None in-process.
+        checkpoints, next_worker, base_seed: See the attributes.
         worker_count: Number of workers, 0 if the only stream is in this process; None means the
             number of checkpoints.
     """
@@ -89,15 +85,9 @@ class DatasetCheckpoints:
         base_seed: int | None = None,
         worker_count: int | None = None,
     ) -> None:
-        self.checkpoints = tuple(checkpoints)
-        self.next_worker = next_worker
+        self.checkpoints, self.next_worker = tuple(checkpoints), next_worker
         self.base_seed = base_seed
         self._worker_count = len(self.checkpoints) if worker_count is None else worker_count
-
-    @classmethod
-    def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
-        """Return checkpoints of streams that have not begun."""
-        return cls([Checkpoint()] * worker_count, base_seed=base_seed)
 
     def update(self, updates: Iterable[tuple[int, Checkpoint]]) -> None:
         """Replace checkpoints, in the order in which batches were handed over."""
@@ -162,27 +152,23 @@ class DatasetCheckpoints:
         """
         count = state["num_workers"]
         if count != worker_count:
-            has_states = any(each["snapshot"] is not None for each in state["checkpoints"])
-            why = (
-                "Each worker's dataset has a state of its own"
-                if has_states
-                else "Each worker reads its own part of an IterableDataset"
-            )
+            why = "Each worker reads its own part of an IterableDataset"
+            if any(each["snapshot"] is not None for each in state["checkpoints"]):
+                why = "Each worker's dataset has a state of its own"
             raise ValueError(
                 f"the state does not fit this loader:\n- num_workers: {count} in the state, "
                 f"{worker_count} in this loader. {why}: set num_workers={count}, or start the "
                 "epoch from the beginning."
             )
-        checkpoints = map(_load_checkpoint, state["checkpoints"])
-        return cls(checkpoints, state["next_worker"], state["base_seed"], worker_count)
-
-
-def _load_checkpoint(state: dict[str, Any]) -> Checkpoint:
-    at, snapshot = 0, None
-    if state["snapshot"] is not None:
-        fields = dict(state["snapshot"])
-        at, snapshot = fields.pop("at"), dump_in_main(Saved(**fields))
-    return Checkpoint(state["given"], snapshot, at, state["check"], tuple(state["rng"]))
+        loaded = []
+        for each in state["checkpoints"]:
+            at, snapshot = 0, None
+            if each["snapshot"] is not None:
+                fields = dict(each["snapshot"])
+                at, snapshot = fields.pop("at"), dump_in_main(Saved(**fields))
+            plain = each["given"], snapshot, at, each["check"], tuple(each["rng"])
+            loaded.append(Checkpoint(*plain))
+        return cls(loaded, state["next_worker"], state["base_seed"], worker_count)
 
 
 class StateCost:

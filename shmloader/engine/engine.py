@@ -4,11 +4,6 @@ An engine runs on the thread that calls ``next_batch``, and only during that cal
 thread, or one of :mod:`shmloader.device.thread`. While that thread does other things, workers work
 on the tasks that they have, and their answers wait in the pool.
 
-**One raise.** What the user's code raises, and what the engine reports, leaves ``next_batch`` as
-an :class:`Instead`, which carries the exception for the user. Any other exception, such as a
-Ctrl-C, has interrupted the engine. If the engine only waited (``is_waiting``), nothing is lost.
-Otherwise a batch or a ticket may be, so the iterator closes the engine by :meth:`Engine.give_up`.
-
 The module is long because one object performs every action of the scheduler and receives every
 report of the pool.
 """
@@ -100,9 +95,8 @@ class OwnThread(BackgroundThread):
     def ends_in(self, timeout_s: float | None) -> bool:
         """Wait for the thread's end. Returns whether the caller is to close what it has used.
 
-        The thread cannot be waited for if the garbage collector calls this on a background thread,
-        or if it is stuck in the user's code. It closes the engine itself then, when it ends, and
-        only the workers are ended here.
+        A thread that cannot be waited for closes the engine itself when it ends. Only the workers
+        are ended here then.
         """
         if super().join(timeout_s) or not self.leave_closing():
             return True
@@ -485,11 +479,7 @@ class Engine:
         return late_batch(self._timeout_s, self._pool, self._scheduler)
 
     def _adjust_workers(self) -> None:
-        """Replace lost workers, start wanted ones, and have others leave.
-
-        A stage's thread may be told to end while it waits for the user's thread to start a worker.
-        The worker then stays LOST, and the next epoch replaces it here.
-        """
+        """Replace lost workers, start wanted ones, and have others leave."""
         scheduler, workers = self._scheduler, self._scheduler.workers
         if self._wanted_workers is not None:
             wanted, self._wanted_workers = self._wanted_workers, None
@@ -499,7 +489,7 @@ class Engine:
         if workers.next_missing() is not None:
             if self._own is None:
                 self._start_workers()
-            else:
+            else:  # if it is told to end meanwhile, the next epoch replaces the worker
                 self._own.call(self._start_workers)
                 self.check_open()
         scheduler.is_workers_due = False
@@ -543,12 +533,15 @@ class Engine:
         self._scheduler.answered(seq, epoch, answer, taker=worker_id)
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
-        """Record that a worker's iterable dataset has no batch for this task or a later one."""
+        """Record that a worker's iterable dataset has no batch for this task or a later one.
+
+        ``beginning`` is the checkpoint with which the worker's next epoch begins.
+        """
         self._scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()
 
     def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
-        """Record that a worker has finished all tasks of the previous epoch."""
+        """Record that a worker has finished the previous epoch, and begins the next one there."""
         self._scheduler.left_epoch(worker_id, beginning)
 
     def left(self, worker_id: int) -> None:
@@ -564,7 +557,15 @@ class Engine:
         recalled: Collection[int] = (),
         held: Collection[int] = (),
     ) -> None:
-        """Record a worker's death: it will be replaced, or its tickets fail."""
+        """Record that a worker died and was reaped: it will be replaced, or its tickets fail.
+
+        Args:
+            worker_id: Number of the worker.
+            death: How it ended.
+            was_at: What it was doing.
+            recalled: Numbers of the tasks that were in the pool's queue, and are no longer.
+            held: Numbers of the tasks that other workers have received from the queue.
+        """
         self._scheduler.recalled(recalled)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == self._scheduler.epoch
         at_work = was_at.seq if is_ours else None

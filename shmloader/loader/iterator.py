@@ -31,6 +31,7 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.sample_rng import base_seed
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, unwrapped
 from shmloader.engine.scheduler import Ticket
@@ -154,8 +155,8 @@ class BatchIterator(_BaseDataLoaderIter):
         """Start the workers, and open their engine."""
         config, parts = self._config, self._parts
         if config.saves_dataset:
-            first = resumed or DatasetCheckpoints.at_beginning(
-                config.num_workers, int(self._base_seed)
+            first = resumed or DatasetCheckpoints(
+                [Checkpoint()] * config.num_workers, base_seed=int(self._base_seed)
             )
             self._base_seed = first.base_seed or self._base_seed
             self._checkpoints = parts.checkpoints = first

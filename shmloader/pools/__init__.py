@@ -14,12 +14,13 @@ pool                workers                                     batches arrive
 
 Every pool keeps these rules:
 
-* A task that was sent is answered exactly once, by what :meth:`Pool.send` returns, by
-  :meth:`Events.answered` or by :meth:`Events.stream_ended`. If the worker is lost, that is reported
-  once, after everything that it had answered; a pool with a queue then takes back its queued tasks
-  as well, to be sent again. Tasks that :meth:`Pool.recall` returns are not answered.
+* A task that was sent is answered exactly once, by what :meth:`Pool.send` returns, by ``answered``
+  or by ``stream_ended``. If the worker is lost, that is reported once, after everything that it had
+  answered; a pool with a queue then takes back its queued tasks as well, to be sent again. Tasks
+  that :meth:`Pool.recall` returns are not answered.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
-  thread. What happens between two calls waits in the pool.
+  thread, by methods of :class:`~shmloader.engine.engine.Engine`: ``answered``, ``stream_ended``,
+  ``epoch_entered``, ``left`` and ``lost``. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer. An
   exception of a signal handler is not an answer: it propagates from the call. A
   KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
@@ -27,7 +28,7 @@ Every pool keeps these rules:
   No other call waits for a worker.
 * To begin a further epoch, the engine recalls what is queued and calls :meth:`Pool.start_epoch` for
   each worker. A pool of processes first answers all tasks of the previous epoch that workers have,
-  and then reports :meth:`Events.epoch_entered`. The other pools recall all tasks, also those that
+  and then reports ``epoch_entered``. The other pools recall all tasks, also those that
   are being made.
 * After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
   mappings under tensors that the user holds. A worker process that stays inside the user's code for
@@ -39,52 +40,14 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the interface needs no implementation
     from shmloader.batch.checkpoint import Checkpoint
     from shmloader.insight.measurements import Counts, Readings
-    from shmloader.pools.answers import Answer, Death
+    from shmloader.pools.answers import Answer
     from shmloader.pools.slot_memory import SlotMemory
     from shmloader.pools.status_page import AtWork
-
-
-class Events(Protocol):
-    """The engine, as a pool sees it: it receives reports."""
-
-    def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
-        """A task is done or has failed."""
-
-    def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
-        """A worker's iterable dataset has no batch for this task or for later ones.
-
-        ``beginning`` is the checkpoint with which the worker's next epoch begins.
-        """
-
-    def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
-        """A worker has finished the previous epoch, and begins the next one there."""
-
-    def left(self, worker_id: int) -> None:
-        """A worker has answered its last task, after :meth:`Pool.leave`."""
-
-    def lost(
-        self,
-        worker_id: int,
-        death: Death,
-        was_at: AtWork,
-        recalled: Collection[int] = (),
-        held: Collection[int] = (),
-    ) -> None:
-        """A worker died and was reaped.
-
-        Args:
-            worker_id: Number of the worker.
-            death: How it ended.
-            was_at: What it was doing.
-            recalled: Numbers of the tasks that were in the pool's queue, and are no longer.
-            held: Numbers of the tasks that other workers have received from the queue.
-        """
 
 
 class Pool(Protocol):
@@ -136,13 +99,13 @@ class Pool(Protocol):
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task. Raises as ``send``."""
 
-    def poll(self, worker_id: int, events: Events) -> bool:
+    def poll(self, worker_id: int, events: Any) -> bool:
         """Report what a worker answered, if a message is there or about to arrive. Never sleeps.
 
         A negative number stands for all workers. Returns whether there was a message.
         """
 
-    def wait(self, timeout_s: float | None, events: Events) -> bool:
+    def wait(self, timeout_s: float | None, events: Any) -> bool:
         """Wait until something happens, and report it. A timeout of None is no limit.
 
         Returns:
@@ -204,7 +167,7 @@ class Pool(Protocol):
         """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""
 
     def leave(self, worker_id: int) -> None:
-        """Have a worker receive no more tasks from the queue, and report :meth:`Events.left`."""
+        """Have a worker receive no more tasks from the queue, and report ``left``."""
 
     def retire(self, worker_id: int) -> None:
         """End an idle worker."""

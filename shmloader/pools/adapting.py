@@ -10,7 +10,6 @@ slowest.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 # A period lasts at least this long, and has at least this many batches for each worker.
 PERIOD_NS = 500_000_000
@@ -25,14 +24,6 @@ _BUSY = 0.7
 _GAIN = 1.05
 # The longest pause, in periods.
 _LONGEST_PAUSE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """The number of workers, and of batches per nanosecond, before a change that is tried."""
-
-    count: int
-    rate: float
 
 
 class AutoCount(int):
@@ -51,11 +42,10 @@ class Adapter:
     """
 
     def __init__(self, count: int, most: int) -> None:
-        self.count = count
-        self.most = most
-        self._trial: _Trial | None = None
-        self._pause = 0
-        self._next_pause = 1
+        self.count, self.most = count, most
+        # The number of workers, and of batches per nanosecond, before a change that is tried.
+        self._trial: tuple[int, float] | None = None
+        self._pause, self._next_pause = 0, 1
         self.begin()
 
     def begin(self) -> None:
@@ -99,15 +89,11 @@ class Adapter:
         wait_share = max(self._wait_ns.values()) / elapsed_ns
         busy_workers = self._busy_ns / elapsed_ns
         trial, self._trial = self._trial, None
-        has_helped = trial is None or (
-            rate > _GAIN * trial.rate if before > trial.count else wait_share < _WAITS / 2
-        )
+        count_then, rate_then = trial or (0, 0.0)
+        has_helped = rate > _GAIN * rate_then if before > count_then else wait_share < _WAITS / 2
         if trial is not None and not has_helped:
-            self._pause, self._next_pause = (
-                self._next_pause,
-                min(2 * self._next_pause, _LONGEST_PAUSE),
-            )
-            self.count = trial.count
+            self._pause, self.count = self._next_pause, count_then
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
         elif self._pause:
             self._pause -= 1
         else:
@@ -118,5 +104,5 @@ class Adapter:
             elif wait_share < _NEVER_WAITS and before > 1 and busy_workers < _BUSY * (before - 1):
                 self.count -= 1
             if self.count != before:
-                self._trial = _Trial(before, rate)
+                self._trial = before, rate
         self._is_settling = self.count != before

@@ -40,7 +40,6 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.interruptions import Caught, Wakeup, attempt
-from shmloader.pools import Events
 from shmloader.pools.answers import Answer, Death, ObjectPool
 from shmloader.pools.executor_task import make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
@@ -160,11 +159,11 @@ class ExecutorPool(ObjectPool):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all workers
+    def poll(self, worker_id: int, events: Any) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
         return sum(self._report(sent, events) for sent in self._done) > 0
 
-    def wait(self, timeout_s: float | None, events: Events) -> bool:
+    def wait(self, timeout_s: float | None, events: Any) -> bool:
         """Wait until a task is done or the time is up, and report what has come."""
         self.is_waiting = True
         if not self._done:
@@ -184,7 +183,7 @@ class ExecutorPool(ObjectPool):
 
     # Answers -----------------------------------------------------------------------------
 
-    def _report(self, sent: _Sent, events: Events) -> bool:
+    def _report(self, sent: _Sent, events: Any) -> bool:
         """Report on a task that is done. Returns False if it is sent again with the payload."""
         future, is_final = sent.future, True
         packed: list[Any] = []

@@ -13,7 +13,6 @@ from shmloader.grammar import size
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import DONE, HUNG, NO_EPOCH, RECEIVE_BYTES, SPILLED, TASK
-from shmloader.pools import Events
 from shmloader.pools.answers import Answer, read_layout
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import SlotMemory
@@ -122,7 +121,7 @@ class ProcessPool(WorkerProcesses):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int, events: Events) -> bool:
+    def poll(self, worker_id: int, events: Any) -> bool:
         """Report what was answered, if a message is here or about to arrive."""
         if worker_id < 0:
             return self._look(events)
@@ -134,7 +133,7 @@ class ProcessPool(WorkerProcesses):
             self._receive(worker_id, data, events)
         return bool(data)
 
-    def _receive(self, worker_id: int, data: bytes, events: Events) -> None:
+    def _receive(self, worker_id: int, data: bytes, events: Any) -> None:
         """Report the contents of a worker's message."""
         if data[0] != DONE:
             self._receive_unusual(worker_id, data, events)
@@ -154,7 +153,7 @@ class ProcessPool(WorkerProcesses):
                 answer.lends = True
         events.answered(seq, epoch, worker_id, answer)
 
-    def _receive_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
+    def _receive_unusual(self, worker_id: int, data: bytes, events: Any) -> None:
         """Report the contents of a message that is not a batch with a known layout."""
         whole = messages.join(self.handles[worker_id].pieces, data)
         if whole is None:

@@ -18,8 +18,7 @@ Guarantees:
       is dropped. It blocks neither the caller nor the interpreter's exit.
 
 These threads do not pause while the process forks elsewhere: waiting for a slow sample would delay
-each start of a worker by seconds. They hold no lock of ours that a child would use. But a lock of
-the user's code may stay locked for ever in a child, as with any thread.
+each start of a worker by seconds. They hold no lock of ours that a child would use.
 
 The module is long because threads and pool share the rules by which both end.
 """
@@ -48,7 +47,6 @@ from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
-from shmloader.pools import Events
 from shmloader.pools.answers import Answer, ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads import BackgroundThread, is_exiting, may_wait
@@ -60,9 +58,6 @@ _JOIN_S = 5.0
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ThreadConfig:
     """How batches are made. A task refers to it until a thread takes the task.
-
-    A waiting thread must not refer to it: its parts may refer to the loader, and freeing the loader
-    must end the threads.
 
     Attributes:
         fetch: How a batch is fetched and collated.
@@ -129,10 +124,8 @@ class _Worker(BackgroundThread):
         super().__init__(f"shmloader_{worker_id}")
         self._worker_id, self._pool, self._init_fn = worker_id, pool, init_fn
         self._where = f"in DataLoader worker thread {worker_id}"
-        self._no_task = _Task(-1, 0, None, None)
-        # What the thread is doing, with which task, and since when. Other threads read it.
-        self._at_work = Phase.STARTING, self._no_task, time.monotonic()
-        self.started = Wakeup()
+        self._no_task, self.started = _Task(-1, 0, None, None), Wakeup()
+        self._set(Phase.STARTING)
 
     def wake(self) -> None:
         """Make the thread drop its batch after the present sample. Called from any thread."""
@@ -198,6 +191,7 @@ class _Worker(BackgroundThread):
             self._concurrent_fetcher.close()
 
     def _set(self, phase: Phase, task: _Task | None = None) -> None:
+        # What the thread is doing, with which task, and since when. Other threads read it.
         self._at_work = phase, task or self._no_task, time.monotonic()
 
     def _serve_one(self, failure: Answer | None) -> bool:
@@ -316,7 +310,7 @@ class ThreadPool(ObjectPool):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all threads
+    def poll(self, worker_id: int, events: Any) -> bool:  # noqa: ARG002 - of all threads
         """Report the answers that have come."""
         answers, has_any = self.answers, False
         while answers:
@@ -327,7 +321,7 @@ class ThreadPool(ObjectPool):
                 events.answered(task.seq, task.epoch, taker, answer)
         return has_any
 
-    def wait(self, timeout_s: float | None, events: Events) -> bool:
+    def wait(self, timeout_s: float | None, events: Any) -> bool:
         """Wait until a task is answered or the time is up, and report the answers.
 
         Raises:

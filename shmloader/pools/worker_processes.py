@@ -37,7 +37,6 @@ from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage, usage_of
 from shmloader.interruptions import SIGNAL_S, uninterruptible
 from shmloader.memory import compiled
-from shmloader.pools import Events
 from shmloader.pools.answers import Death
 from shmloader.pools.forking import Waker, is_readable
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
@@ -187,7 +186,7 @@ class WorkerProcesses:
     # Messages ----------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _receive(self, worker_id: int, data: bytes, events: Events) -> None:
+    def _receive(self, worker_id: int, data: bytes, events: Any) -> None:
         """Report the contents of a worker's message."""
 
     def recall(self) -> list[int]:
@@ -207,7 +206,7 @@ class WorkerProcesses:
         if waker is not None and self.is_waiting:
             waker.wake()
 
-    def _look(self, events: Events) -> bool:
+    def _look(self, events: Any) -> bool:
         """Report what has come or is about to come, as :meth:`wait` does. Never sleeps."""
         if compiled.receive_any is not None and not self._is_closed:
             watched, sockets = self._watched
@@ -226,7 +225,7 @@ class WorkerProcesses:
             let_others_run()
         return False
 
-    def wait(self, timeout_s: float | None, events: Events) -> bool:
+    def wait(self, timeout_s: float | None, events: Any) -> bool:
         """Wait until something happens, and report it."""
         waker = self._waker  # this reference keeps it open
         if self._is_closed:
@@ -247,7 +246,7 @@ class WorkerProcesses:
     def _has_been_closed(self) -> bool:
         return self._is_closed
 
-    def _report(self, ready: list[tuple[int, int]], waker: Waker | None, events: Events) -> bool:
+    def _report(self, ready: list[tuple[int, int]], waker: Waker | None, events: Any) -> bool:
         """Report a message of each worker that has sent one, and then deaths."""
         has_any, dead = False, []
         queue = self.queue
@@ -284,12 +283,12 @@ class WorkerProcesses:
             self._report_death(worker_id, events)
         return has_any or bool(dead)
 
-    def _receive_all(self, worker_id: int, events: Events) -> None:
+    def _receive_all(self, worker_id: int, events: Any) -> None:
         worker = self.handles[worker_id]
         while not worker.is_lost and (data := worker.receive()) is not None:
             self._receive(worker_id, data, events)
 
-    def _report_death(self, worker_id: int, events: Events) -> None:
+    def _report_death(self, worker_id: int, events: Any) -> None:
         worker, starter, held = self.handles[worker_id], self._starter, set[int]()
         recalled = self.recall()
         if self.queue is not None:

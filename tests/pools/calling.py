@@ -8,7 +8,6 @@ from typing import Any
 from shmloader.batch.failures import RemoteError
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Wakeup
-from shmloader.pools import Events
 from shmloader.pools.answers import Answer
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -44,7 +43,7 @@ class CallingPool:
 
     def resume(self, worker_id: int, checkpoint: object) -> None: ...
 
-    def poll(self, worker_id: int, events: Events) -> bool:
+    def poll(self, worker_id: int, events: Any) -> bool:
         if not self._tasks:
             return False
         seq, epoch, indices = self._tasks.popleft()
@@ -57,7 +56,7 @@ class CallingPool:
         events.answered(seq, epoch, 0, answer)
         return True
 
-    def wait(self, timeout_s: float | None, events: Events) -> bool:
+    def wait(self, timeout_s: float | None, events: Any) -> bool:
         self.is_waiting = True
         if not self._tasks:
             self._wakeup.wait(timeout_s)

@@ -10,7 +10,6 @@ from typing import Any
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import Instead
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.pools import Events
 from shmloader.pools.answers import Answer, Death
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -118,10 +117,10 @@ class ScriptedPool:
         self.epoch = epoch
         return False
 
-    def poll(self, worker_id: int, events: Events) -> bool:
+    def poll(self, worker_id: int, events: Any) -> bool:
         return False
 
-    def wait(self, timeout_s: float | None, events: Events) -> bool:
+    def wait(self, timeout_s: float | None, events: Any) -> bool:
         until_s = None if timeout_s is None else self.now_s + max(0.0, timeout_s)
         if not self._events:
             self.idle(self)

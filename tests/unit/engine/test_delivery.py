@@ -112,7 +112,7 @@ def walked(lengths):
 def test_from_anywhere_and_whatever_their_speed_the_streams_go_on(
     lengths, stop, ahead, in_order, data
 ):
-    beginning = DatasetCheckpoints.at_beginning(len(lengths))
+    beginning = DatasetCheckpoints([Checkpoint()] * len(lengths))
     run = Run(lengths, ahead * len(lengths), beginning, in_order=in_order).finish(data.draw)
     stop = min(stop, len(run.walk))
     states = DatasetCheckpoints(*run.seen[stop])
@@ -130,7 +130,7 @@ def test_from_anywhere_and_whatever_their_speed_the_streams_go_on(
 
 
 def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_was_delivered():
-    run = Run([9], 4, DatasetCheckpoints.at_beginning(1))
+    run = Run([9], 4, DatasetCheckpoints([Checkpoint()]))
     for _ in range(3):
         run.answer(0)
     run.take()
@@ -185,7 +185,7 @@ def test_an_epoch_begins_from_what_each_dataset_says():
 
 
 def test_what_is_dumped_loads_and_is_plain():
-    states = DatasetCheckpoints.at_beginning(2, base_seed=12)
+    states = DatasetCheckpoints([Checkpoint()] * 2, base_seed=12)
     one = Checkpoint(rng=RNG).after_batch(None, 3).after_batch(None, 5)
     states.update([(0, one), (1, Checkpoint().after_batch(None, None))])
     mark, dumped = states.mark(), json.loads(json.dumps(states.dump()))
@@ -218,7 +218,7 @@ def test_another_number_of_workers_is_refused(worker_count, other):
 
 
 def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
-    whole = DatasetCheckpoints.at_beginning(1, 7).dump()
+    whole = DatasetCheckpoints([Checkpoint()]).dump()
     snapshot = {"at": 0, "of": "iterator", "is_short": False, "state": lambda: 5}
     whole["checkpoints"][0]["snapshot"] = snapshot
     loaded = DatasetCheckpoints.load(whole, 1)
