@@ -129,7 +129,7 @@ class ProcessState:
     def close_pipes(self) -> None:
         """Close the pipes. Called in a forked child, which must not keep our workers alive."""
         for pipe in list(self.parent_death_pipes):
-            pipe.close_write()
+            pipe.write.close_all()
 
     def leave_meetings(self) -> None:
         """Close the meetings in a forked child, which must not keep their names bound."""

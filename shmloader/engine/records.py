@@ -12,9 +12,8 @@ The states of a worker::
                 ├───────────┴──────▶ DEAD    (it died, and no restart is left)
                 └──▶ LOST ──▶ RUNNING        (it is restarted)
 
-A worker is busy while it has tickets; that is no state. With a fixed number of workers no worker is
-ever LEAVING or GONE. A worker's record outlives the process or thread: the replacement has the same
-number, and resumes where the record says the dataset was.
+With a fixed number of workers no worker is ever LEAVING or GONE. A worker's record outlives the
+process or thread: the replacement has the same number, and resumes where the record says.
 """
 
 import enum

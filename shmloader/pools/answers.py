@@ -18,10 +18,10 @@ from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.fetch import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.interruptions import Caught, Wakeup, attempt, uninterruptible
+from shmloader.interruptions import Wakeup, is_interruption, uninterruptible
 from shmloader.memory.flat import FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader
-from shmloader.messages import Unsaved
+from shmloader.messages import InSlot, Unsaved
 from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.process_state import end_if_forked
 
@@ -61,7 +61,7 @@ class Answer:
     is_final: bool = field(default=False, init=False)
     lends: bool = field(default=False, init=False)
     check: tuple[int, int] | None = field(default=None, init=False)
-    snapshot: bytes | Unsaved | None = field(default=None, init=False)
+    snapshot: bytes | InSlot | Unsaved | None = field(default=None, init=False)
     fingerprint: int | None = field(default=None, init=False)
     state_ns: int = field(default=0, init=False)
     looked_ns: int = field(default=0, init=False)
@@ -101,19 +101,16 @@ def read_layout(data: bytes, known: Iterable[object]) -> Reader | RemoteError:
     ``known`` has what this function returned for the workers' last layouts: workers with equal
     layouts share one reader.
     """
-    # Unpickling or comparing the user's keys may raise anything.
-    reader = attempt(_read_layout, data, known)
-    if isinstance(reader, Caught):
-        return RemoteError.of(reader.error, "while reading a batch in the main process")
-    return reader
-
-
-def _read_layout(data: bytes, known: Iterable[object]) -> Reader:
-    layout = pickle.loads(data)
-    for reader in known:
-        if isinstance(reader, Reader) and reader.layout == layout:
-            return reader
-    return PickledReader(layout) if type(layout) is PickledLayout else FlatReader(layout)
+    try:
+        layout = pickle.loads(data)
+        same = (one for one in known if isinstance(one, Reader) and one.layout == layout)
+        kind = PickledReader if type(layout) is PickledLayout else FlatReader
+        return next(same, None) or kind(layout)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        # Unpickling or comparing the user's keys may raise anything.
+        return RemoteError.of(error, "while reading a batch in the main process")
 
 
 class ObjectPool:

@@ -111,7 +111,11 @@ class BatchServer:
             return messages.pack(messages.StreamEnded(seq, epoch, beginning))
         used_bytes, check = writer.used_bytes, None
         if self._tasks.config.snapshot_every:
-            snapshot, error = self._save_state(error)
+            try:
+                snapshot = dataset.save(self._put_state)
+            except BaseException as caught:  # noqa: BLE001 - it is the answer
+                self._last_layout, self._last_flat_layout = b"", None  # the layout is not sent
+                error = RemoteError.of(caught, self.where)
         report = dataset.pop_report() if dataset.has_report else None
         is_failed = is_empty or error is not None
         if is_failed:
@@ -128,14 +132,6 @@ class BatchServer:
         answer.check, answer.snapshot = check, snapshot
         answer.fingerprint, answer.state_ns = dataset.fingerprint, dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
-
-    def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:
-        """Return the dataset's state after a batch, as in an answer, and the error."""
-        try:
-            return self.dataset.save(self._put_state), error
-        except BaseException as caught:  # noqa: BLE001 - it is the answer
-            self._last_layout, self._last_flat_layout = b"", None  # the batch's layout is not sent
-            return None, RemoteError.of(caught, self.where)
 
     def _put_state(self, saved: Saved) -> bytes | messages.InSlot:
         """Put a state into a slot. Returns where it lies; the pickle if it is too long."""

@@ -10,11 +10,10 @@
           arrays that have come                  and the wakeup is set
 
 A worker of this pool is a number: it stands for one task in flight. The executor decides which
-process makes a batch. There are no slots: the executor's transport has made a batch's memory. Of
-the executor only ``submit`` and its futures are used, and two methods that those of
-:mod:`shmloader.cluster` have: ``share(object)`` puts an object into a store and returns a reference
-to it, and ``check()``, called every :data:`CHECK_S` seconds, fails the futures of a cluster that is
-gone.
+process makes a batch. Of the executor only ``submit`` and its futures are used, and two methods
+that those of :mod:`shmloader.cluster` have: ``share(object)`` puts an object into a store and
+returns a reference to it, and ``check()``, called every :data:`CHECK_S` seconds, fails the futures
+of a cluster that is gone.
 
 A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.payload`). A process
 that cannot open the payload by its handle says so. Its task is then sent again with the payload.
@@ -56,11 +55,9 @@ _REASON_CHARACTERS = 400
 class _Sent:
     """A ticket that was sent.
 
-    Attributes:
-        sent_ns: When it was first submitted, by ``time.monotonic_ns()``.
-        done_ns: When its future was done, by the same clock; 0 if that was not seen.
-        future: The future of its last task; None if the executor refused that.
-        refusal: Why the executor refused it.
+    ``sent_ns`` is when it was first submitted, and ``done_ns`` when its future was done; 0 if that
+    was not seen. ``future`` is that of its last task; None if the executor refused that, for
+    ``refusal``.
     """
 
     seq: int

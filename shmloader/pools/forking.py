@@ -195,33 +195,38 @@ class ForkedProcess(popen_fork.Popen):
 
 
 class ParentDeathPipe:
-    """The pipe, owned by the pool. In a process that gets it pickled, it has a reading end only."""
+    """The pipe, owned by the pool. In a process that gets it pickled, it has a reading end only.
+
+    Attributes:
+        read: The reading end. Once it is closed, no worker may be started any more.
+        write: The writing end, which only the main process has.
+    """
 
     def __init__(self) -> None:
         self.main_pid = os.getpid()
-        self._read, self._write = (Descriptors([fd]) for fd in os.pipe())
+        self.read, self.write = (Descriptors([fd]) for fd in os.pipe())
         PROCESS.parent_death_pipes.add(self)
 
     def __getstate__(self) -> tuple[int, Any]:
         """Pickle for a process that is being started."""
-        return self.main_pid, reduction.DupFd(self._read[0])
+        return self.main_pid, reduction.DupFd(self.read[0])
 
     def __setstate__(self, state: tuple[int, Any]) -> None:
         self.main_pid, duplicate = state
-        self._read, self._write = Descriptors([duplicate.detach()]), Descriptors()
+        self.read, self.write = Descriptors([duplicate.detach()]), Descriptors()
 
     def hold(self) -> None:
         """Make this process end with the main process: at once if that has ended already."""
-        self.close_write()
+        self.write.close_all()
         # Opened again, since the signal and its receiver belong to the open file, not to the pipe.
         # Where that cannot be, as without /proc, only the newest worker gets the signal: the others
         # end when they next look for a task.
-        (read,) = self._read
+        (read,) = self.read
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         with contextlib.suppress(OSError):
             read = os.open(f"/proc/self/fd/{read}", flags)
-            self._read.close_all()
-        self._read.clear()  # what is open stays open for the life of this process
+            self.read.close_all()
+        self.read.clear()  # what is open stays open for the life of this process
         fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
         with contextlib.suppress(OSError):  # a sandbox may forbid it: then SIGIO ends this process
             fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
@@ -231,15 +236,7 @@ class ParentDeathPipe:
         if poll.poll(0):
             os._exit(1)
 
-    def close_read(self) -> None:
-        """Close the reading end. No worker may be started afterwards."""
-        self._read.close_all()
-
-    def close_write(self) -> None:
-        """Close the writing end, in a process that is not the main one."""
-        self._write.close_all()
-
     def close(self) -> None:
         """Close both ends, which ends every running worker. May be called again."""
-        self.close_read()
-        self.close_write()
+        self.read.close_all()
+        self.write.close_all()

@@ -41,11 +41,8 @@ _GRACE_S = 1.0
 class Facts(NamedTuple):
     """What a nursery tells a new client.
 
-    Attributes:
-        has_threads: Whether the nursery has other threads.
-        worker_count: The most workers that the ranks of a host share.
-        rank: The rank that has started the nursery, in words.
-        common: What all ranks should have in common, by name.
+    It says whether the nursery has other threads. If ranks share workers, also how many there are
+    at most, which rank has started the nursery, and what all ranks should have in common, by name.
     """
 
     has_threads: bool = False
@@ -74,10 +71,8 @@ class Report(NamedTuple):
 class Demand(NamedTuple):
     """Rank → nursery, with an automatic number: the batches since an iterator's last report.
 
-    Attributes:
-        batches: The number of batches; 0 at the beginning of an epoch.
-        wait_ns: How long the rank waited for them.
-        busy_ns: How long workers were busy with them.
+    How long the rank waited for them, and how long workers were busy with them. The number of
+    batches is 0 at the beginning of an epoch.
     """
 
     batches: int = 0
@@ -205,7 +200,9 @@ class _Server:
         """Do what a client asks for."""
         try:
             if self._start is None:
-                self._fork_process(client)
+                with contextlib.closing(receive_payload(client)) as payload:
+                    pid, pidfd = self._fork(lambda: run_process(payload.load))
+                self._send(client, Report("forked", pid), pidfd)
             else:
                 self._follow_rank(client)
         except ConnectionError:
@@ -230,12 +227,6 @@ class _Server:
         self._children[pidfd] = pid, owned
         self._poll.register(pidfd, select.POLLIN)
         return pid, pidfd
-
-    def _fork_process(self, client: socket.socket) -> None:
-        """Fork the process of multiprocessing's that a client sends."""
-        with contextlib.closing(receive_payload(client)) as payload:
-            pid, pidfd = self._fork(lambda: run_process(payload.load))
-        self._send(client, Report("forked", pid), pidfd)
 
     def _reap(self, pidfd: int) -> None:
         """Reap a worker that has ended, and report its exit code."""

@@ -50,11 +50,10 @@ _POPENS = (
 #: What the user calls the objects that the workers of a loader get.
 OBJECT_NAMES = ("dataset", "worker_init_fn", "collate_fn", "on_error")
 
-# torch's generator has a lock, which cannot be reached from Python. A thread that draws holds it
-# without the GIL. In a child that is forked meanwhile it stays locked, and the child waits for ever
-# as soon as it seeds the generator. So a worker that is forked from a process with several threads
-# first takes the lock, and reports that. One that does not report in this time, which is doubled
-# for each further try, since the machine may be busy, is killed, and another one is forked.
+# A thread that draws holds the lock of torch's generator without the GIL. In a child that is forked
+# meanwhile it stays locked, and the child waits for ever as soon as it seeds the generator. So a
+# worker that is forked from a process with several threads first takes the lock, and reports that.
+# One that does not in this time, which doubles with each try, is killed, and another one is forked.
 _FIRST_WAIT_S = 1.0
 _TRIES = 7
 
@@ -129,8 +128,7 @@ class OwnWorkers:
         """Make what the workers get, before the first of them is started.
 
         Raises:
-            Exception: If an object cannot be pickled for a start method that needs it. It says
-                which part of it.
+            Exception: If an object cannot be pickled for a start method that needs it.
             OSError: If there are no descriptors or processes left.
         """
         self._parent_death = ParentDeathPipe()
@@ -221,7 +219,7 @@ class OwnWorkers:
             self._payload.close()
         self._payload = None
         if self._parent_death is not None:
-            self._parent_death.close_read()
+            self._parent_death.read.close_all()
         if self.page is not None:
             self.page.close_for_start()
 

@@ -3,9 +3,8 @@
 It loops: it receives a message, makes the batch, and answers. Whose batches it makes is a client: a
 socket and, where any worker may make any batch, a queue of tasks. A worker that serves one process
 has one client, and ends when the client's socket is closed. A worker that the ranks of a host share
-has one for each iterator of each rank, with the rank's own slots, functions and seed. The nursery
-passes their sockets. Once it has closed the socket that brings them, the worker ends with the last
-client.
+has one for each iterator of each rank. The nursery passes their sockets, and once it has closed the
+socket that brings them, the worker ends with the last client.
 
 Clients are served in turns: the next message is that of the client that was served longest ago, of
 those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
@@ -96,11 +95,10 @@ def worker_main(
     """
     if os.getpid() == start.parent_death.main_pid:  # a context's Process may be anything
         raise InternalError("the code of a worker process was called in the main process")
-    # The garbage collector writes into the headers of objects. The first full collection would
-    # write to the pages of all containers that this process shares with the one that forked it,
-    # and the kernel would copy these pages. The collector leaves frozen objects alone; garbage
-    # among them stays. The main process does not freeze before the fork, since unfreezing there
-    # would also unfreeze what the user, or Python 3.12, has frozen.
+    # The first full collection would write into the headers of all containers that this process
+    # shares with the one that forked it, and the kernel would copy their pages. The collector
+    # leaves frozen objects alone. The main process does not freeze before the fork, since
+    # unfreezing there would also unfreeze what the user, or Python 3.12, has frozen.
     gc.freeze()
     ignore_sigint()
     if FAULTS is not None:

@@ -98,31 +98,35 @@ class WorkerDataset:
         is_raised = on_error == "raise" or self._config.is_iterable
         self.has_report = self._config.reads or not is_raised
         if not self._config.is_iterable:
-            self._get_ready(self._make_maker)
+            self.get_ready()
 
     def fail(self, error: RemoteError) -> None:
         """Answer every task of all epochs with an error."""
         self._open_error = self.error = error
         self.is_ready = True
 
-    def get_ready(self, epoch: int | None = None) -> None:
-        """Begin the iterable dataset's first epoch. Called before the first task."""
-        self._get_ready(self._begin_stream, epoch)
+    def get_ready(self, epoch: int | None = None, *, is_further: bool = False) -> Checkpoint:
+        """Begin the first or a further epoch. Returns the checkpoint with which that begins."""
+        beginning = Checkpoint()
+        self.is_ready, self.error = True, self._open_error
+        if self._open_error is None:
+            try:
+                self._set_epoch(epoch)
+                if is_further:
+                    beginning = self.next_beginning()
+                is_resumed = self._config.is_iterable and not is_further
+                self._maker = self._begin_stream() if is_resumed else self._make_maker()
+            except BaseException:  # noqa: BLE001 - it answers every task
+                self.error = RemoteError.caught(self._where)
+        return beginning
 
     def start_epoch(self, epoch: int | None = None) -> Checkpoint:
         """Begin a further epoch. Returns the checkpoint with which it begins."""
         if not self.is_ready:
             self.get_ready(epoch)
         self.has_ended = self._has_to_replay = self.is_lost = False
-        self._given, beginning = 0, Checkpoint()
-
-        def begin_anew() -> BatchMaker:
-            nonlocal beginning
-            beginning = self.next_beginning()
-            return self._make_maker()
-
-        self._get_ready(begin_anew, epoch)
-        return beginning
+        self._given = 0
+        return self.get_ready(epoch, is_further=True)
 
     def next_beginning(self) -> Checkpoint:
         """Return the checkpoint with which an epoch that starts now would begin."""
@@ -131,17 +135,6 @@ class WorkerDataset:
         snapshot = save_dataset(self._dataset, dump) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
         return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ())
-
-    def _get_ready(
-        self, make_maker: Callable[[], BatchMaker | None], epoch: int | None = None
-    ) -> None:
-        self.is_ready, self.error = True, self._open_error
-        if self._open_error is None:
-            try:
-                self._set_epoch(epoch)
-                self._maker = make_maker()
-            except BaseException:  # noqa: BLE001 - it answers every task
-                self.error = RemoteError.caught(self._where)
 
     def _set_epoch(self, epoch: int | None) -> None:
         """Call the dataset's ``set_epoch()``, unless it was told this number."""

@@ -1,7 +1,7 @@
 """The worker processes of a pool, and their queue of tasks, as the main process sees them.
 
 Owns one ``SOCK_SEQPACKET`` socket pair for each worker, and a descriptor of its process, and waits
-for all of them at once. It knows no batches. What starts and ends the workers is
+for all of them at once. It knows no batches. What starts the workers is
 :class:`~shmloader.pools.starting.OwnWorkers`, or, if the ranks of a host share them,
 :class:`~shmloader.pools.host_pool.SharedWorkers`.
 
@@ -114,7 +114,6 @@ class WorkerProcesses:
             self.end_workers()
             raise
         self.nursery = starter.nursery
-        # Until the workers end, this refers to the pool, which an iterator's finalizer closes.
         self.readings.open(self._usage)
         if not may_replace:
             starter.finish()
@@ -236,15 +235,12 @@ class WorkerProcesses:
             left_s = 0
         ready = self._poll.poll(max(0, math.ceil(left_s * 1000)))
         self.is_waiting = self._is_woken = False
-        if self._has_been_closed():  # by another thread, meanwhile
+        if bool(self._is_closed):  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
                 # The interpreter exits. A daemon thread must not return to its caller any more.
                 threading.Event().wait()
             return False
         return self._report(ready, waker, events)
-
-    def _has_been_closed(self) -> bool:
-        return self._is_closed
 
     def _report(self, ready: list[tuple[int, int]], waker: Waker | None, events: Any) -> bool:
         """Report a message of each worker that has sent one, and then deaths."""
@@ -350,7 +346,7 @@ class WorkerProcesses:
             uninterruptible(self._end_all)
 
     def _end_all(self) -> None:
-        """End everything. :meth:`end_workers` runs it again if a signal handler interrupts it."""
+        """End everything. Runs again if it is interrupted."""
         # Set here, not in end_workers(): an interruption between the two would leak the workers.
         self._is_closed = True
         self._at_exit.cancel()

@@ -116,7 +116,7 @@ def _lock_steps(code: types.CodeType) -> frozenset[int]:
 
 
 # These forget a descriptor, and then close it. Python runs no handler in between.
-_CLOSERS = frozenset({"close_write", "close_read", "_close", "close_pidfd", "close_all"})
+_CLOSERS = frozenset({"_close", "close_pidfd", "close_all"})
 
 
 _FINALIZE = weakref.finalize.__call__.__code__

@@ -31,7 +31,7 @@ def test_ctrl_c_is_blocked_after_a_start_only_if_it_was_before(was_blocked: bool
 
 def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
     parent_death = ParentDeathPipe()
-    parent_death.close_write()
+    parent_death.write.close_all()
     pid = os.fork()
     if pid == 0:
         parent_death.hold()
@@ -59,7 +59,7 @@ def test_a_worker_ends_with_its_main_process_also_where_a_sandbox_keeps_its_sign
         os.write(holds, b"x")
         signal.pause()
     os.read(held, 1)
-    parent_death.close_write()  # as the end of this process would
+    parent_death.write.close_all()  # as the end of this process would
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code == -(signal.SIGIO if is_denied else signal.SIGKILL)
     parent_death.close()
