@@ -164,7 +164,7 @@ class FailureWatch(FailureLimit):
         """
         if self._hear is not None and report.found is not None:
             self._hear(report.found)
-            self._is_reader_over = report.found.count == 0
+            self._is_reader_over = report.found.size == 0
         self._listed.total += report.failed_count
         for bad in report.newest:
             who = "this process" if worker is None else describe_worker(worker, pid)

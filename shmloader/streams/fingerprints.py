@@ -23,9 +23,6 @@ LETTERS = 4
 _FILES_PER_TASK = 1000
 _THREADS = 16
 
-# So many names are one text, which fits the processor's cache.
-_NAMES_PER_TEXT = 500
-
 # Stands for the size of a file that is not there. That of a remote shard is None.
 _MISSING = -1
 
@@ -53,19 +50,9 @@ def fingerprint(shards: Sequence[str]) -> bytes:
 
 def names_digest(shards: Sequence[str]) -> str:
     """Return a text that depends on the order and the names of shards, without their folder."""
-    # The folder of the first and the last one is mostly that of all, and is found at once.
-    for some in ([*shards[:1], *shards[-1:]], list(shards)):
-        prefix = os.path.commonprefix(some)  # noqa: RUF071 - cut at a slash
-        prefix = prefix[: prefix.rfind("/") + 1]
-        found, left_out = hashlib.blake2b(digest_size=8), 0
-        for at in range(0, len(shards), _NAMES_PER_TEXT):
-            text = "\0".join(["", *shards[at : at + _NAMES_PER_TEXT]])
-            names = text.replace("\0" + prefix, "\0")
-            found.update(names.encode("utf-8", "surrogateescape"))
-            left_out += len(text) - len(names)
-        if left_out == len(shards) * len(prefix):
-            break
-    return found.hexdigest()
+    prefix = os.path.commonprefix(list(shards))  # noqa: RUF071 - cut at a slash
+    start = prefix.rfind("/") + 1
+    return digest("\0".join([shard[start:] for shard in shards]))
 
 
 def sizes_digest(groups: Iterable[Sequence[str]]) -> str:
@@ -100,23 +87,20 @@ def _digest(text: str, size: int) -> bytes:
 
 def _sizes(shards: Sequence[str]) -> list[int | None]:
     """Return the size of each shard in bytes, None for those that are remote."""
+    if len(shards) <= _FILES_PER_TASK:  # needs no thread
+        return list(map(_size, shards))
     starts = range(0, len(shards), _FILES_PER_TASK)
-    tasks = [shards[start : start + _FILES_PER_TASK] for start in starts]
-    if len(tasks) < 2:  # noqa: PLR2004 - one task needs no thread
-        return _sizes_of_few(shards)
-    with ThreadPoolExecutor(min(_THREADS, len(tasks))) as threads:
-        return list(itertools.chain.from_iterable(threads.map(_sizes_of_few, tasks)))
+    tasks = (shards[start : start + _FILES_PER_TASK] for start in starts)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(itertools.chain.from_iterable(threads.map(_sizes, tasks)))
 
 
-def _sizes_of_few(shards: Sequence[str]) -> list[int | None]:
-    sizes = list[int | None]()
-    for shard in shards:
-        path = local_path(shard)
-        try:
-            sizes.append(None if path is None else os.stat(path).st_size)  # noqa: PTH116 - faster
-        except OSError:
-            sizes.append(_MISSING)
-    return sizes
+def _size(shard: str) -> int | None:
+    path = local_path(shard)
+    try:
+        return None if path is None else os.stat(path).st_size  # noqa: PTH116 - faster
+    except OSError:
+        return _MISSING
 
 
 def _changed_s(shard: str) -> float:

@@ -225,11 +225,11 @@ class ReaderOrder(Order):
         while self._heard:
             found = self._heard.popleft()
             if self.repeats >= 0 and (found.round, found.reader) == self._rounds.at:
-                self._repeated = found.count
+                self._repeated = found.size
             self._facts[found.reader].add(found)
             if self._board is None:
                 continue
-            if not found.count and not found.round:
+            if not found.size and not found.round:
                 raise ValueError(
                     f"reader {found.reader} of the stream has no batch at all, which "
                     f"{self._cut[1]} ranks cannot leave out: give fewer readers than "

@@ -8,8 +8,7 @@ which batch decides only how fast that is.
 
 import collections
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmloader.streams.stages import Item, Mapped, Run, Stage, State
 
@@ -24,8 +23,7 @@ Group = list[Item]
 Late = tuple[int, Callable[[Any], Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """Asks for one batch of a stream.
 
     Attributes:
@@ -52,16 +50,8 @@ class Reading:
     def __repr__(self) -> str:
         return f"batch {self.round} of reader {self.reader}"
 
-    def __reduce__(self) -> Any:
-        # One call, for each batch; what dataclasses do takes ten.
-        return Reading, (
-            self.epoch, self.reader, self.round, self.at, self.state, self.ahead, self.route,
-            self.sizes,
-        )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What is known of a reader after one of its batches.
 
     Attributes:
@@ -70,7 +60,7 @@ class Found:
         known: How many batches the reader has at least.
         is_all: Whether it has no more than these.
         state: The position after the batch.
-        count: How many records the batch has, with failed ones; 0 if the reader has no such batch.
+        size: How many records the batch has, with failed ones; 0 if the reader has no such batch.
     """
 
     reader: int
@@ -78,12 +68,7 @@ class Found:
     known: int
     is_all: bool
     state: State
-    count: int
-
-    def __reduce__(self) -> Any:
-        return Found, (
-            self.reader, self.round, self.known, self.is_all, self.state, self.count
-        )  # fmt: skip
+    size: int
 
 
 class Grouped(Stage):

@@ -36,7 +36,7 @@ class Facts:
     def add(self, found: Found) -> None:
         """Add what was found with one of the reader's batches."""
         self.known, self.is_all = max(self.known, found.known), self.is_all or found.is_all
-        if found.count and found.round >= self.positions[-1][0]:
+        if found.size and found.round >= self.positions[-1][0]:
             self.positions.append((found.round + 1, found.state))
 
     def before(self, number: int) -> tuple[int, State | None]:
