@@ -36,24 +36,18 @@ def token_count(record: Any) -> int:
     return len(tokens)
 
 
-class Counter:
-    """Calls a function for the length of a record, and checks what it returns."""
+def length_of(record: Any, length: Length | None = None) -> int:
+    """Return the length of a record, by a function or else by :func:`token_count`.
 
-    def __init__(self, length: Length | None) -> None:
-        self._length = token_count if length is None else length
-
-    def __call__(self, record: Any) -> int:
-        """Return the length of a record.
-
-        Raises:
-            TypeError: If it is no int.
-            ValueError: If it is negative.
-        """
-        length = self._length(record)
-        try:
-            count = operator.index(length)
-        except TypeError:
-            raise TypeError(f"length should return an int, but returned {length!r}") from None
-        if count < 0:
-            raise ValueError(f"length should return at least 0, but returned {count}")
-        return count
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is negative.
+    """
+    found = (length or token_count)(record)
+    try:
+        count = operator.index(found)
+    except TypeError:
+        raise TypeError(f"length should return an int, but returned {found!r}") from None
+    if count < 0:
+        raise ValueError(f"length should return at least 0, but returned {count}")
+    return count

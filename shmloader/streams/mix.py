@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from shmloader.sampling.arguments import whole_number
-from shmloader.streams.lengths import Counter, Length
+from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.mixed import Mixed, Phase
 from shmloader.streams.stages import Repeated, Run, Stage, share_of
 from shmloader.streams.stream import Stream
@@ -79,7 +79,8 @@ def mix(
         if unknown:
             raise ValueError(f"schedule[{first}] has {unknown[0]!r}, which weights do not have")
         phases.append((first, _shares([later.get(stream, 0) for stream in streams])))
-    return Stream(MixRoot(streams, phases, Counter(length) if by == "tokens" else None, stop))
+    of_record = functools.partial(length_of, length=length) if by == "tokens" else None
+    return Stream(MixRoot(streams, phases, of_record, stop))
 
 
 def _checked(weights: Weights, name: str) -> list[tuple[Stream, float]]:
@@ -120,31 +121,23 @@ class MixRoot:
 
     streams: Sequence[Stream]
     phases: Sequence[Phase]
-    length: Counter | None
+    length: Length | None
     stop: Literal["first", "all"] | int
 
     def __post_init__(self) -> None:
-        root = self.streams[0].root
-        self.readers, self.seed, self.store = root.readers, root.seed, root.store
+        roots = [stream.root for stream in self.streams]
+        self.readers, self.seed, self.store = roots[0].readers, roots[0].seed, roots[0].store
+        self.seeks = all(root.seeks for root in roots)
+        self.repeats = self._is_number or any(stream.repeats for stream in self.streams)
+        self.paths: Sequence[str] = [path for root in roots for path in root.paths]
+
+    @property
+    def _is_number(self) -> bool:
+        return isinstance(self.stop, int)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the store, which only the process of the rank uses."""
         return {**vars(self), "store": None}
-
-    @property
-    def seeks(self) -> bool:
-        """Whether all records can be read again without those before them."""
-        return all(stream.root.seeks for stream in self.streams)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a reader reads shards of other readers in later passes."""
-        return isinstance(self.stop, int) or any(stream.repeats for stream in self.streams)
-
-    @property
-    def paths(self) -> Sequence[str]:
-        """The shards of all streams."""
-        return [path for stream in self.streams for path in stream.root.paths]
 
     def shards(self, epoch: int, reader: int) -> Sequence[str]:
         """Return the shards of a reader in the first pass of an epoch."""

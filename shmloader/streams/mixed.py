@@ -11,7 +11,7 @@ begins as if some records had been drawn before, a different number of them.
 from collections.abc import Sequence
 from typing import Any
 
-from shmloader.streams.lengths import Counter
+from shmloader.streams.lengths import Length
 from shmloader.streams.stages import Item, Key, Run, Stage, State, generator
 
 #: Weights as whole numbers, from a number of records on.
@@ -44,7 +44,7 @@ class Mixed(Stage):
         run: Run,
         sources: Sequence[Stage],
         phases: Sequence[Phase],
-        length: Counter | None,
+        length: Length | None,
         stops_first: bool,
         end: int | None,
     ) -> None:

@@ -66,19 +66,16 @@ class ReaderOrder(Order):
         last_batch: str = "pad",
     ) -> None:
         super().__init__(None, None)
-        self._board: Board | None = None
-        self._own: tuple[int, int] | None = None
         self._stream, self._seed = stream, seed
         self._ranks, self._last_batch = ranks, last_batch
-        self.timeout_s, self.may_wait = 0.0, False
+        self.timeout_s, self.may_wait, self.repeats = 0.0, False, -1
         # Number the loader, and its epochs in this process, as the other ranks number theirs.
         self._loader, self._begun = -1, 0
-        self._has_warned = self._has_warned_of_ranks = False
+        self._warned = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
-        other = ReaderOrder(self._stream, self._seed, self._ranks, self._last_batch)
-        return vars(other)
+        return vars(ReaderOrder(self._stream, self._seed, self._ranks, self._last_batch))
 
     @property
     def index_sampler(self) -> "ReaderOrder":
@@ -104,42 +101,61 @@ class ReaderOrder(Order):
     def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
         """Set the epoch that is iterated next; see :meth:`Order.begin`."""
         super().begin(number, progress, saved)
-        self._open((saved or {}).get("readers"))
-        self._sizes = (saved or {}).get("sizes", "")
-        if len(self._sizes) > LETTERS:
-            self._expected = self._sizes
+        stream, saved = self._stream, saved or {}
         rank, world_size = self._cut = (0, 1) if self._ranks is None else self._ranks.find()
-        if self._ranks is None:
-            self._check_ranks()
-        readers = self._stream.readers
-        if readers < world_size:
-            raise ValueError(
-                f"the stream has readers={readers} for {world_size} ranks, and each rank needs "
-                f"one: give readers={world_size} or more"
-            )
-        self._rounds.is_strict = world_size > 1
-        if world_size > 1:
-            store = self._stream.root.store or store_of_job()
-            name = f"{self._number()}/{self._begun}"
-            self._begun += 1
-            self._board = Board(store, name, self._facts, range(rank, readers, world_size))
-
-    def _check_ranks(self) -> None:
-        """Warn once if there are several ranks, each of which reads the whole stream."""
-        known = Ranks(None, None).known
-        if known is not None and known[1] > 1 and not self._has_warned_of_ranks:
-            self._has_warned_of_ranks = True
-            warn_user(
+        if self._ranks is None and (known := Ranks(None, None).known) and known[1] > 1:
+            self._warn(
                 f"each of the {known[1]} ranks reads the whole stream, as DataLoader does not "
                 "divide it. ShardedDataLoader does."
             )
+        if stream.readers < world_size:
+            raise ValueError(
+                f"the stream has readers={stream.readers} for {world_size} ranks, and each rank "
+                f"needs one: give readers={world_size} or more"
+            )
+        # Digests of the sizes of shards for the epoch's states, once there is one; and those that
+        # readers compare.
+        self._sizes = saved.get("sizes", "")
+        self._expected = self._sizes if len(self._sizes) > LETTERS else ""
+        new = {"at": (0, -1), "facts": [(0, 0, None)] * stream.readers}
+        readers = saved.get("readers", new)
+        self._facts = list(map(Facts.load, readers["facts"]))
+        # The batch that was delivered last; those drawn after it; how many were delivered, and how
+        # many of these are gaps.
+        self._at: tuple[int, int] = tuple(readers["at"])
+        self._drawn: collections.deque[tuple[int, int]] = collections.deque()
+        self._passed = self._gaps = self._forgets_at = 0
+        self._rounds = Rounds(self._facts, self._at, is_strict=world_size > 1)
+        self._heard: collections.deque[Found] = collections.deque()
+        # The batches that were found of the order, and that of this rank in the step's, if it was.
+        self._found_count = 0
+        self._own: tuple[int, int] | None = None
+        # Whether the present step is left out if it has too few batches. Not one that begins in the
+        # first round, or in the first two after a resume: how many batches the next round has may
+        # be known only when those of this step were made.
+        self._discards, self._lenient_round = False, self._at[0] + ("readers" in saved)
+        # How many readings could not be drawn when they were asked for.
+        self._owed = 0
+        self._is_over = False
+        self.repeats, self._repeated = -1, 0
+        self._board: Board | None = None
+        if world_size > 1:
+            store = stream.root.store or store_of_job()
+            name = f"{self._number()}/{self._begun}"
+            self._begun += 1
+            self._board = Board(store, name, self._facts, range(rank, stream.readers, world_size))
+
+    def _warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warn_user(text)
 
     def check_workers(self, count: int) -> None:
         """Warn once if some of a rank's workers will have no reader."""
         readers, world_size = self._stream.readers, self._cut[1]
-        if count > max(1, readers // world_size) and not self._has_warned:
-            self._has_warned = True
-            warn_user(
+        if count > max(1, readers // world_size):
+            self._warn(
                 f"{count} workers share the {readers // world_size} readers of this rank, so some "
                 f"have nothing to do: give the stream readers={count * world_size} or more"
             )
@@ -153,39 +169,6 @@ class ReaderOrder(Order):
             self._loader = _LOADERS[facts]
             _LOADERS[facts] += 1
         return f"{facts}/{self._loader}"
-
-    def _open(self, saved: dict[str, Any] | None) -> None:
-        """Begin at the position of a saved state; at the beginning for None."""
-        self._facts = [Facts() for _ in range(self._stream.readers)]
-        number, reader = (0, -1) if saved is None else saved["at"]
-        for one, (known, *position) in zip(
-            self._facts, () if saved is None else saved["facts"], strict=saved is not None
-        ):
-            one.known, one.is_all = max(known, ~known), known < 0
-            one.positions = [(position[0], position[1])] if position else [(one.known, None)]
-        self._rounds = Rounds(self._facts, (number, reader))
-        self._cut = 0, 1
-        self._board = None
-        self._heard: collections.deque[Found] = collections.deque()
-        # The batch that was delivered last; those drawn after it; how many were delivered, and how
-        # many of these are gaps.
-        self._at = number, reader
-        self._drawn: collections.deque[tuple[int, int]] = collections.deque()
-        self._passed = self._gaps = self._forgets_at = 0
-        # The steps that were drawn, and what is known of the next one.
-        self._found_count = 0
-        # Whether the present step is left out if it has too few batches. Not one that begins in the
-        # first round, or in the first two after a resume: how many batches the next round has may
-        # be known only when those of this step were made.
-        self._discards, self._lenient_round = False, number + (saved is not None)
-        self._own = None
-        # How many readings could not be drawn when they were asked for.
-        self._owed = 0
-        self._is_over = False
-        self.repeats, self._repeated = -1, 0
-        # Digests of the sizes of shards for the epoch's states, once there is one; and those that
-        # readers compare.
-        self._sizes = self._expected = ""
 
     def __iter__(self) -> Self:
         """Return this: the epoch's readings, of which there may be more after StopIteration."""
@@ -206,9 +189,6 @@ class ReaderOrder(Order):
 
     def named_epoch(self) -> None:
         """Return None: no other code sets the epoch."""
-
-    def commit(self) -> None:
-        """Do nothing: no record is carried over."""
 
     def hear(self, found: Found, *, is_here: bool) -> None:
         """Record what was found with a batch.
@@ -369,11 +349,7 @@ class ReaderOrder(Order):
         """Return where the newest epoch is, as plain values."""
         self._pass()
         number, reader = self._last_of_step()
-        facts: list[list[Any]] = []
-        for each, one in enumerate(self._facts):
-            following = number + (each <= reader)
-            position = [] if one.has(following) is False else one.before(following)
-            facts.append([~one.known if one.is_all else one.known, *position])
+        facts = [one.dump(number + (at <= reader)) for at, one in enumerate(self._facts)]
         readers = {"at": [number, reader], "facts": facts}
         if not self._sizes:
             self._sizes = self._sizes_now(self._epoch.number)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shmloader.sampling.packing import Numbers, Packing, best_fit_decreasing
 from shmloader.sampling.pieces import cut_sequences
-from shmloader.streams.lengths import Counter
+from shmloader.streams.lengths import Length
 from shmloader.streams.reader import Group
 from shmloader.streams.shuffles import Window, fewer_records
 from shmloader.streams.stages import Item, Run, Stage, State
@@ -45,7 +45,7 @@ class Packed(Window):
         window: int,
         seed: int,
         max_tokens: int,
-        length: Counter,
+        length: Length,
         too_long: str,
     ) -> None:
         self._max_tokens, self._length, self._too_long = max_tokens, length, too_long

@@ -13,6 +13,7 @@ reader has, which is found out only by reading. So the order is known as far as 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from shmloader.streams.reader import Found
 from shmloader.streams.stages import State
@@ -32,6 +33,18 @@ class Facts:
     known: int = 0
     is_all: bool = False
     positions: list[tuple[int, State | None]] = field(default_factory=lambda: [(0, None)])
+
+    @classmethod
+    def load(cls, saved: Sequence[Any]) -> Self:
+        """Return what :meth:`dump` has saved."""
+        known, *position = saved
+        known, is_all = max(known, ~known), known < 0
+        return cls(known, is_all, [(position[0], position[1]) if position else (known, None)])
+
+    def dump(self, following: int) -> list[Any]:
+        """Return what the batches from a number on need, as plain values."""
+        position = () if self.has(following) is False else self.before(following)
+        return [~self.known if self.is_all else self.known, *position]
 
     def add(self, found: Found) -> None:
         """Add what was found with one of the reader's batches."""

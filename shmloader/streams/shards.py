@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from shmloader.errors import ShardError
 from shmloader.sampling.arguments import flag, whole_number
@@ -95,7 +95,8 @@ class Shards(Stream):
         form, seed = as_format(open), whole_number(seed, "seed", minimum=0)
         is_shuffled = flag(shuffle_shards, "shuffle_shards")
         cache = ShardCache() if cache is None else cache
-        super().__init__(ShardRoot(found, form, seed, is_shuffled, readers, cache, store))
+        seeks = all(can_seek(form, path) for path in found)
+        super().__init__(ShardRoot(found, form, seed, is_shuffled, readers, cache, store, seeks))
 
 
 def _text_of(path: object) -> str:
@@ -115,7 +116,8 @@ class ShardRoot:
     readers: int
     cache: ShardCache
     store: Any
-    repeats: ClassVar[bool] = False
+    seeks: bool
+    repeats: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the store, which only the process of the rank uses."""
@@ -134,11 +136,6 @@ class ShardRoot:
         """Return the numbers of the shards in the order of an epoch."""
         count = len(self.paths)
         return _shuffled(count, self.seed, epoch) if self.is_shuffled else range(count)
-
-    @cached_property
-    def seeks(self) -> bool:
-        """Whether records are found without reading those before them."""
-        return all(can_seek(self.form, path) for path in self.paths)
 
     def counts(self, epoch: int, turn: int) -> list[int]:
         """Return how many records each reader has in a pass of an epoch.

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import flag, whole_number
-from shmloader.streams.lengths import Counter, Length
+from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.packed import Packed
 from shmloader.streams.reader import Grouped, Late, Reader
 from shmloader.streams.shuffles import Rolling, Windowed
@@ -48,18 +48,9 @@ class Root(Protocol):
     readers: int
     seed: int
     store: Any
-
-    @property
-    def seeks(self) -> bool:
-        """See the attributes."""
-
-    @property
-    def repeats(self) -> bool:
-        """See the attributes."""
-
-    @property
-    def paths(self) -> Sequence[str]:
-        """See the attributes."""
+    seeks: bool
+    repeats: bool
+    paths: Sequence[str]
 
     def shards(self, epoch: int, reader: int) -> Sequence[str]:
         """Return the shards of a reader in the first pass of an epoch."""
@@ -239,7 +230,7 @@ class Stream(IterableDataset[Any]):
             whole_number(window, "window", minimum=1),
             self.root.seed,
             whole_number(max_tokens, "max_tokens", minimum=1),
-            Counter(length),
+            functools.partial(length_of, length=length),
             too_long,
         )
 

@@ -120,10 +120,6 @@ class _Index:
                 yield sample
 
 
-class _DamagedArchiveError(Exception):
-    """An archive that cannot be read to its end. Never reaches the user."""
-
-
 class _Member(tarfile.TarInfo):
     """A header, of which ``tarfile`` otherwise takes a damaged one for the end of the archive."""
 
@@ -133,7 +129,7 @@ class _Member(tarfile.TarInfo):
 
         Raises:
             EOFHeaderError: At the end of the archive.
-            _DamagedArchiveError: If there is no header, and no end.
+            ValueError: If there is no header, and no end.
         """
         try:
             return super().fromtarfile(tarfile_)
@@ -142,10 +138,10 @@ class _Member(tarfile.TarInfo):
         except _tarfile.EmptyHeaderError:
             if not tarfile_.offset:  # an empty file is an archive without a file
                 raise _tarfile.EOFHeaderError from None
-            raise _DamagedArchiveError("it ends without a block of zeros, so it was cut") from None
+            raise ValueError("it ends without a block of zeros, so it was cut") from None
         except (tarfile.HeaderError, ValueError) as error:
             text = f"at byte {tarfile_.offset} is no header of a tar archive"
-            raise _DamagedArchiveError(text) from error
+            raise ValueError(text) from error
 
 
 def _make(path: str) -> Arrays:
@@ -167,7 +163,7 @@ def _make(path: str) -> Arrays:
                 archive.members.clear()
                 name = member.name
                 if member.issparse():
-                    raise _DamagedArchiveError(f"{name} is a sparse file; pack it without --sparse")
+                    raise ValueError(f"{name} is a sparse file; pack it without --sparse")
                 ahead.reach(member.offset_data)
                 parts = _NAME.fullmatch(name)
                 if not member.isreg() or parts is None or _META.match(name):
@@ -182,7 +178,7 @@ def _make(path: str) -> Arrays:
                 name_ids.append(number)
                 offsets.append(member.offset_data)
                 sizes.append(member.size)
-        except (tarfile.ReadError, _DamagedArchiveError) as error:
+        except (tarfile.ReadError, ValueError) as error:
             is_cut = isinstance(error, tarfile.ReadError)
             problem = f"it ends in the middle of the file {name}" if is_cut else error
             whole = counted(max(0, len(keys) - is_cut), "sample")
