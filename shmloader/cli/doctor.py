@@ -29,8 +29,9 @@ from shmloader.batch.payload import Payload
 from shmloader.cli.target import UsageError, call, close, without_workers
 from shmloader.grammar import counted, described_type, size
 from shmloader.interruptions import probe
-from shmloader.loader.config import LEND_LIMIT
+from shmloader.loader.config import LoaderConfig
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.options import read_options
 from shmloader.memory.limits import (
     affinity,
     core_quota,
@@ -188,16 +189,21 @@ def _examine(name: str) -> tuple[str, dict[str, str], dict[str, str], list[dict[
         complain("batch", "the first batch", type(error).__name__, what, remedy)
     rows["batch"] = size(batch_bytes)
     if method != "none":
-        workers = loader.num_workers or 2
-        slots = workers * (loader.prefetch_factor or 2) + LEND_LIMIT
-        taken = (slots * batch_bytes, workers * object_bytes)
-        rows["memory"] = (
-            f"{size(taken[0])} for {slots} batches, up to {size(taken[1])} for copies of Python "
-            f"objects in {counted(workers, 'worker')}\nEach further rank takes "
-            f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters. "
-            "share_on_host(build) and worker_scope='host' save most of it."
-        )
+        rows["memory"] = _memory_row(loader, batch_bytes, array_bytes, object_bytes)
     return title, rows, _verdicts(method, problems), problems
+
+
+def _memory_row(loader: Any, batch_bytes: int, array_bytes: int, object_bytes: int) -> str:
+    ours = read_options(loader) if isinstance(loader, DataLoader) else {}
+    workers, ahead = loader.num_workers or 2, loader.prefetch_factor or 2
+    slots = LoaderConfig(**ours, num_workers=workers, prefetch_factor=ahead).slot_count
+    taken = (slots * batch_bytes, workers * object_bytes)
+    return (
+        f"{size(taken[0])} for {slots} batches, up to {size(taken[1])} for copies of Python "
+        f"objects in {counted(workers, 'worker')}\nEach further rank takes "
+        f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters. "
+        "share_on_host(build) and worker_scope='host' save most of it."
+    )
 
 
 def _verdicts(method: str, problems: list[dict[str, str]]) -> dict[str, str]:

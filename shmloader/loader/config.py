@@ -27,13 +27,11 @@ if TYPE_CHECKING:  # imported where they are used: most loaders have none of the
     from shmloader.device.device import Destination
     from shmloader.pools.host_pool import HostPool
 
-# Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
-_LOOP_HOLDS = 2
-
-#: Batches that may be lent to the user, uncopied, at the same time. Two more than a plain loop
-#: holds leave some for a prefetcher of the user's own. Batches kept beyond the limit are copied
-#: out, so the limit decides how much shared memory may be used, never whether the loader continues.
-LEND_LIMIT = _LOOP_HOLDS + 2
+# Batches that may be lent to the user, uncopied, at the same time. A plain loop holds two at the
+# moment of ``next()``, and two more are for a prefetcher of the user's own. Batches kept beyond the
+# limit are copied out, so the limit decides how much shared memory may be used, never whether the
+# loader continues.
+_LEND_LIMIT = 4
 
 
 class Sharing(NamedTuple):
@@ -137,20 +135,24 @@ class LoaderConfig(SimpleNamespace):
     @property
     def lend_limit(self) -> int:
         """Batches that may be lent to the user, uncopied, at the same time."""
-        return max(LEND_LIMIT, self.loop_holds)
+        return max(_LEND_LIMIT, self.device_prefetch + 2) if self.has_device else _LEND_LIMIT
 
     @property
-    def loop_holds(self) -> int:
-        """Batches that are lent at the same time in a plain loop."""
-        return self.device_prefetch + 2 if self.has_device else _LOOP_HOLDS
+    def slot_count(self) -> int:
+        """Maximum number of slots for batches, with the present number of workers."""
+        return self.window + self.lend_limit
+
+    @property
+    def arena_slot_count(self) -> int:
+        """Maximum number of slots."""
+        return self.most_window + self.lend_limit + self.state_slot_count
 
     @property
     def slot_bytes(self) -> int | None:
         """Each slot's share of ``shm_size``; None without a maximum."""
         if self.shm_size is None:
             return None
-        count = self.most_window + self.lend_limit + self.state_slot_count
-        return slot_share(self.shm_size, count)
+        return slot_share(self.shm_size, self.arena_slot_count)
 
     @property
     def state_slot_count(self) -> int:

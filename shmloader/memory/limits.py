@@ -254,8 +254,7 @@ class MemoryConfig:
 
     Attributes:
         worker_count: Number of processes that write to the slots.
-        slot_count: Number of slots that a plain loop uses at once. More may be used for batches
-            that the user keeps.
+        slot_count: Maximum number of slots for batches.
         root: Directory that holds ``proc`` and ``sys``.
     """
 
@@ -314,9 +313,9 @@ class MemoryAdmission:
                 raise SharedMemoryError(
                     f"a batch needs at least {size(end)} of shared memory, {size(end - before)} "
                     f"more than its slot has, but {size(left)} is free ({free.limit}; "
-                    f"{size(RESERVE_BYTES)} is kept in reserve). The loader needs "
-                    f"{config.slot_count} such slots: lower prefetch_factor, num_workers or "
-                    "batch_size, or set shm_size."
+                    f"{size(RESERVE_BYTES)} is kept in reserve). The loader uses up to "
+                    f"{config.slot_count} such slots: lower batch_size, prefetch_factor or "
+                    "num_workers."
                 )
             position = step_end
         slot.touched_bytes = end

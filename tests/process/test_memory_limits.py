@@ -64,7 +64,7 @@ def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
     text = told[0][1]
     assert "a batch needs at least 6.0 MB of shared memory, 6.0 MB more than its slot has" in text
     assert "but 5.0 MB is free (limit of the control group /job;" in text
-    assert "The loader needs 6 such slots: lower prefetch_factor" in text
+    assert "The loader uses up to 8 such slots: lower batch_size" in text
     assert sum(slots.files().values()) < MIB, "it was touched"
 
 
@@ -185,7 +185,7 @@ for index in range(12):
     except SharedMemoryError as error:
         told.append(str(error))
 assert told, "there was room for all"
-assert "The loader needs 6 such slots" in told[0]
+assert "The loader uses up to 8 such slots" in told[0]
 assert "shmloader-test-" in told[0], told[0]
 print(12 - len(told) >= 2)
 """

@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader
-from shmloader.loader.config import LEND_LIMIT
 from shmloader.loader.options import MINIMUM_SLOT_BYTES
 
 DATA = torch.arange(12)
@@ -50,7 +49,7 @@ def test_all_slots_together_stay_below_shm_size(num_workers) -> None:
 
 
 def test_an_shm_size_too_small_for_the_maximum_of_workers_raises_in_the_constructor() -> None:
-    most = config_of(num_workers="auto", seed=0).most_window + LEND_LIMIT
+    most = config_of(num_workers="auto", seed=0).most_window + 4
     with pytest.raises(ValueError, match=f"each of {most} slots"):
         DataLoader(DATA, num_workers="auto", seed=0, shm_size=most * MINIMUM_SLOT_BYTES - 1)
 

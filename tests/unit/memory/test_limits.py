@@ -188,8 +188,8 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, a
         grow(admission, arena, 20 * 10**6, 97 * 10**6)
     assert str(caught.value) == (
         "a batch needs at least 97.0 MB of shared memory, 77.0 MB more than its slot has, but "
-        "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs 6 such "
-        "slots: lower prefetch_factor, num_workers or batch_size, or set shm_size."
+        "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader uses up to 6 "
+        "such slots: lower batch_size, prefetch_factor or num_workers."
     )
     assert resident(arena) == 0
 
