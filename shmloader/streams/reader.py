@@ -10,7 +10,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shmloader.streams.stages import Item, Mapped, Run, Stage, State
+from shmloader.streams.stages import Item, Run, Stage, State, Step
 
 # A reader passes over so many batches rather than go to a position, where it may have to read a
 # window again. With ranks whose number does not divide that of readers, it passes over theirs.
@@ -18,9 +18,6 @@ _NEAR = 16
 
 #: The records of a batch, among which may be failed ones.
 Group = list[Item]
-
-#: A function that is applied to a batch's records, and its number among the stages.
-Late = tuple[int, Callable[[Any], Any]]
 
 
 class Reading(NamedTuple):
@@ -117,12 +114,12 @@ class Reader:
 
     Args:
         begin: Makes what groups the records of a reader, at the beginning.
-        late: Functions that are applied to the records of a batch when it is made, so not to those
-            of batches that are passed over.
+        late: Steps of functions for the records of a batch that is made, and not for those of
+            batches that are passed over.
         run: The reader.
     """
 
-    def __init__(self, begin: Callable[[Run], Any], late: Sequence[Late], run: Run) -> None:
+    def __init__(self, begin: Callable[[Run], Any], late: Sequence[Step], run: Run) -> None:
         self._begin, self._late, self._run = begin, late, run
         self.go_to(0, None)
 
@@ -136,10 +133,7 @@ class Reader:
         if state is not None:
             self._groups.restore(state)
         self._state: State = self._groups.state() if state is None else state
-        self._maps: list[Mapped] = []
-        for each, function in self._late:
-            self._maps.append(Mapped(self._groups.source, self._run, function))
-            self._maps[-1].number = each
+        self._maps: list[Any] = [step.over(self._groups, self._run) for step in self._late]
 
     def seek(self, reading: Reading) -> None:
         """Go to the batch of a reading, which may be any."""

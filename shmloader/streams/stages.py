@@ -32,7 +32,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -164,6 +164,33 @@ class Stage:
         measured = self.run.guard.call(function, item, self)
         record, length = (measured, 1) if type(measured) is Failed else measured
         return (item[0], record), length
+
+
+class Step(NamedTuple):
+    """Describes a stage of a stream's readers.
+
+    Attributes:
+        number: The stage's number, from 1.
+        name: The method that adds it, as texts name it.
+        kind: Its class.
+        arguments: The arguments after the source and the run.
+    """
+
+    number: int
+    name: str
+    kind: type[Stage]
+    arguments: tuple[Any, ...]
+
+    def over(self, source: Stage, run: Run) -> Stage:
+        """Return the stage over another one, at its beginning."""
+        stage = self.kind(source, run, *self.arguments)
+        stage.number = self.number
+        return stage
+
+    def __str__(self) -> str:
+        """Return the method with those of its arguments that are plain values."""
+        plain = [repr(one) for one in self.arguments if isinstance(one, int | str | None)]
+        return f"{self.name}({', '.join(plain)})"
 
 
 class Mapped(Stage):

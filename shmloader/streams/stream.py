@@ -7,7 +7,7 @@ workers, which begin readers from it (:mod:`shmloader.streams.reader`).
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
@@ -15,7 +15,7 @@ from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import flag, whole_number
 from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.packed import Packed
-from shmloader.streams.reader import Grouped, Late, Reader
+from shmloader.streams.reader import Grouped, Reader
 from shmloader.streams.shuffles import Rolling, Windowed
 from shmloader.streams.stages import (
     Failed,
@@ -25,6 +25,7 @@ from shmloader.streams.stages import (
     Repeated,
     Run,
     Stage,
+    Step,
     Taken,
     share_of,
 )
@@ -69,20 +70,6 @@ class Root(Protocol):
         """Return what the order of the records depends on, as a text."""
 
 
-class Step(NamedTuple):
-    """A stage of a stream's readers.
-
-    Attributes:
-        number: The stage's number, from 1.
-        kind: Its class.
-        arguments: The arguments after the source and the run.
-    """
-
-    number: int
-    kind: type[Stage]
-    arguments: tuple[Any, ...]
-
-
 class Stream(IterableDataset[Any]):
     """A stream of records from shards, and of batches of them.
 
@@ -97,8 +84,8 @@ class Stream(IterableDataset[Any]):
         self.root = root
         self._steps: tuple[Step, ...] = ()
         self._group: Step | None = None
-        self._after: tuple[Callable[[Any], Any], ...] = ()
-        self._collate: Callable[[list[Any]], Any] | None = None
+        #: What makes a batch of its records, as a loader calls it; None without batches.
+        self.collate: Callable[[Any], Any] | None = None
         self._epoch = 0
 
     # Building ------------------------------------------------------------------------------
@@ -115,14 +102,14 @@ class Stream(IterableDataset[Any]):
                 numbers come from :func:`shmloader.sample_rng`, with ``seed=`` of the loader.
         """
         _check_callable(function)
-        if self._group is not None:
-            return self._with(_after=(*self._after, function))
-        return self._then(Mapped, function)
+        if self.collate is not None:
+            return self._with(collate=functools.partial(_apply_both, self.collate, function))
+        return self._then("map", Mapped, function)
 
     def filter(self, function: Callable[[Any], Any]) -> Self:
         """Keep the records for which a function is true. It has to be the same at every call."""
         _check_callable(function)
-        return self._then(Filtered, function)
+        return self._then("filter", Filtered, function)
 
     def shuffle(self, count: int, *, rolling: bool = False) -> Self:
         """Shuffle the records of each reader.
@@ -142,7 +129,8 @@ class Stream(IterableDataset[Any]):
                 "shuffle is slow to resume. Shuffle without rolling=True, or use uncompressed "
                 "shards of a format that seeks, such as open_tar."
             )
-        return self._then(Rolling if rolling else Windowed, count, self.root.seed)
+        name, kind = ("rolling_shuffle", Rolling) if rolling else ("shuffle", Windowed)
+        return self._then(name, kind, count, self.root.seed)
 
     def repeat(self, times: int | None = None) -> Self:
         """Begin the shards again after their end, in the order of a further epoch.
@@ -154,18 +142,18 @@ class Stream(IterableDataset[Any]):
         if times is not None:
             times = whole_number(times, "times", minimum=1)
         begin = functools.partial(_begin, self.root, self._steps)
-        return self._then(Repeated, begin, times)
+        return self._then("repeat", Repeated, begin, times)
 
     def take(self, count: int) -> Self:
         """Keep the first records of the stream, counted across its readers in turns.
 
         With ``shuffle_shards=True`` the first records differ between epochs.
         """
-        return self._then(Taken, 0, whole_number(count, "count", minimum=0))
+        return self._then("slice", Taken, 0, whole_number(count, "count", minimum=0))
 
     def skip(self, count: int) -> Self:
         """Leave out the first records of the stream, those which :meth:`take` keeps."""
-        return self._then(Taken, whole_number(count, "count", minimum=0), None)
+        return self._then("slice", Taken, whole_number(count, "count", minimum=0), None)
 
     def batch(
         self,
@@ -185,7 +173,7 @@ class Stream(IterableDataset[Any]):
             drop_last: Whether a reader's last batch is left out if it has fewer records.
         """
         size, drop_last = whole_number(size, "size", minimum=1), flag(drop_last, "drop_last")
-        return self._grouped(collate or default_collate, Grouped, size, drop_last)
+        return self._grouped(collate or default_collate, "batch", Grouped, size, drop_last)
 
     def pack(
         self,
@@ -226,6 +214,7 @@ class Stream(IterableDataset[Any]):
             collate = Pack()
         return self._grouped(
             collate,
+            "pack",
             Packed,
             whole_number(window, "window", minimum=1),
             self.root.seed,
@@ -234,19 +223,19 @@ class Stream(IterableDataset[Any]):
             too_long,
         )
 
-    def _grouped(self, collate: Callable[..., Any], kind: type[Any], *arguments: Any) -> Self:
+    def _grouped(self, collate: Callable[..., Any], name: str, kind: Any, *arguments: Any) -> Self:
         _check_callable(collate)
         if self._group is not None:
             raise TypeError("this stream makes batches already: call batch() or pack() only once")
-        step = Step(len(self._steps) + 1, kind, arguments)
-        return self._with(_group=step, _collate=collate)
+        step = Step(len(self._steps) + 1, name, kind, arguments)
+        return self._with(_group=step, collate=collate)
 
-    def _then(self, kind: type[Stage], *arguments: Any) -> Self:
+    def _then(self, name: str, kind: type[Stage], *arguments: Any) -> Self:
         if self._group is not None:
             raise TypeError(
                 "after batch() or pack(), only map() is possible: call the other methods before"
             )
-        return self._with(_steps=(*self._steps, Step(len(self._steps) + 1, kind, arguments)))
+        return self._with(_steps=(*self._steps, Step(len(self._steps) + 1, name, kind, arguments)))
 
     def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
@@ -270,13 +259,6 @@ class Stream(IterableDataset[Any]):
         """Whether the stream yields batches."""
         return self._group is not None
 
-    @property
-    def collate(self) -> Callable[[Any], Any] | None:
-        """What makes a batch of its records, as a loader calls it; None without batches."""
-        if self._collate is None or not self._after:
-            return self._collate
-        return functools.partial(_apply, (self._collate, *self._after))
-
     def stage(self, run: Run) -> Stage:
         """Return the uppermost stage of a reader of records, at its beginning."""
         stage: Stage = _begin(self.root, self._steps, run)
@@ -284,11 +266,11 @@ class Stream(IterableDataset[Any]):
 
     def begin(self, run: Run) -> Reader:
         """Return a reader of an epoch, at its beginning."""
-        group = self._group or Step(len(self._steps) + 1, Grouped, (1, False))
-        steps, late = list(self._steps), list[Late]()
+        group = self._group or Step(len(self._steps) + 1, "", Grouped, (1, False))
+        steps, late = list(self._steps), list[Step]()
         for step in self._steps[::-1] if group.kind is Grouped else ():
             if step.kind is Mapped:
-                late.insert(0, (step.number, step.arguments[0]))
+                late.insert(0, step)
                 steps.remove(step)
             elif step.kind not in _BLIND:
                 break
@@ -330,8 +312,8 @@ class Stream(IterableDataset[Any]):
 
     def facts(self) -> str:
         """Return what the order of its batches depends on, but for sizes of shards, as a text."""
-        steps = [*self._steps, *([] if self._group is None else [self._group])]
-        return f"{self.root.facts()}, {'.'.join(map(_describe_step, steps)) or 'records'}"
+        steps = self._steps if self._group is None else (*self._steps, self._group)
+        return f"{self.root.facts()}, {'.'.join(map(str, steps)) or 'records'}"
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the next ``iter()`` of the stream itself; a loader counts its own."""
@@ -361,33 +343,16 @@ class Stream(IterableDataset[Any]):
         return f"<{type(self).__name__}: {self.facts()}>"
 
 
-# The methods that add the stages, as texts name them.
-_METHODS: dict[type[Any], str] = {
-    Filtered: "filter",
-    Grouped: "batch",
-    Mapped: "map",
-    Packed: "pack",
-    Repeated: "repeat",
-    Rolling: "rolling_shuffle",
-    Taken: "slice",
-    Windowed: "shuffle",
-}
-
-
 def _begin(root: Root, steps: Sequence[Step], run: Run) -> Any:
     """Return the uppermost stage of a reader, at its beginning."""
-    stage: Any = root.begin(run)
-    for step in steps:
-        stage = step.kind(stage, run, *step.arguments)
-        stage.number = step.number
-    return stage
+    return functools.reduce(lambda stage, step: step.over(stage, run), steps, root.begin(run))
 
 
 def _counts(root: Root, steps: Sequence[Step], epoch: int, turn: int) -> list[int]:
     """Return how many records each reader yields after these steps."""
     if not steps:
         return root.counts(epoch, turn)
-    *below, (_, kind, arguments) = steps
+    *below, (_, _, kind, arguments) = steps
     if kind is Filtered:
         raise TypeError("the number of records that filter() keeps is known only afterwards")
     if kind is Repeated:
@@ -407,16 +372,8 @@ def _counts(root: Root, steps: Sequence[Step], epoch: int, turn: int) -> list[in
     return taken
 
 
-def _apply(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
-    for function in functions:
-        value = function(value)
-    return value
-
-
-def _describe_step(step: Step) -> str:
-    """Return a step as a text: its method, and those of its arguments that are plain values."""
-    plain = [repr(one) for one in step.arguments if isinstance(one, int | str | None)]
-    return f"{_METHODS[step.kind]}({', '.join(plain)})"
+def _apply_both(first: Callable[[Any], Any], then: Callable[[Any], Any], value: Any) -> Any:
+    return then(first(value))
 
 
 def _check_callable(function: object) -> None:
