@@ -50,10 +50,6 @@ class _ColumnsFormat(IndexedFormat):
         They come in the order of the file.
         """
 
-    @abc.abstractmethod
-    def count(self, path: str) -> int:
-        """Return the number of rows, from the metadata of the file."""
-
     def records(self, path: str, start: int = 0) -> Iterator[_Record]:
         """Yield the rows in the order of the file, from number ``start`` on.
 

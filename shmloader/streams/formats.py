@@ -50,7 +50,7 @@ class Format(Protocol):
         """
 
 
-class IndexedFormat(abc.ABC):
+class IndexedFormat(Format):
     """What the formats have in common that find a record by its number."""
 
     seeks = True
@@ -58,10 +58,6 @@ class IndexedFormat(abc.ABC):
     def __call__(self, path: str) -> Iterator[Any]:
         """Yield the records of a shard."""
         return self.records(path)
-
-    @abc.abstractmethod
-    def records(self, path: str, start: int = 0) -> Iterator[Any]:
-        """Yield the records from number ``start`` on."""
 
     def at(self, path: str, numbers: Sequence[int]) -> list[Any]:
         """Return the records of these numbers, in the order of ``numbers``."""

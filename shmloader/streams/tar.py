@@ -63,8 +63,8 @@ class TarFormat(IndexedFormat):
         """
         with reading(path):
             index = _Index(path)
-            for number in index.twice:
-                index.check(number)
+            for number, name in index.twice.items():
+                raise unreadable(path, f"it has two files {name}", number)
             return index.count
 
     def _at(self, path: str, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -91,11 +91,6 @@ class _Index:
         twice, names = arrays["twice"].tolist(), _split(arrays["twice_names"])
         self.twice: dict[int, str] = dict(zip(twice, names, strict=False))
 
-    def check(self, number: int) -> None:
-        """Raise a ShardError about a sample that has two files of a name."""
-        if number in self.twice:
-            raise unreadable(self._path, f"it has two files {self.twice[number]}", number)
-
     def read(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Yield the samples of ascending numbers."""
         keys, names, twice = self._keys, self._names, self.twice
@@ -108,7 +103,7 @@ class _Index:
             seek, read, reach = file.seek, file.read, ReadAhead(file, self._path).reach
             for number in numbers:
                 if number in twice:
-                    self.check(number)
+                    raise unreadable(self._path, f"it has two files {twice[number]}", number)
                 sample: dict[str, Any] = {"__key__": keys[number]}
                 reach(offsets[firsts[number]])
                 for at in range(firsts[number], firsts[number + 1]):
