@@ -42,7 +42,7 @@ from shmloader.loader.options import (
     is_data_pipe,
     starts_processes,
 )
-from shmloader.memory.limits import is_supported
+from shmloader.memory.limits import why_unsupported
 from shmloader.process_state import PROCESS
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
@@ -246,7 +246,7 @@ class _Installation:
             return "the dataset is a data pipe"
         if not starts_processes(loader.multiprocessing_context):
             return "its multiprocessing_context starts no processes"
-        if loader.num_workers and not self.options.get("thread_pool") and not is_supported():
+        if loader.num_workers and not self.options.get("thread_pool") and why_unsupported():
             return describe_unsupported()
         return ""
 

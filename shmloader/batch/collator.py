@@ -9,19 +9,17 @@ import inspect
 import time
 from collections.abc import Callable
 from os import getpid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from shmloader.batch.explain import explain_collate_error
+from shmloader.batch.sample_rng import SampleRng
 from shmloader.insight.measurements import pack_work
 from shmloader.memory.flat import FlatPacker
 from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.process_state import end_if_forked
-
-if TYPE_CHECKING:
-    from shmloader.batch.sample_rng import SampleRng
 
 _now_ns = time.monotonic_ns
 
@@ -46,9 +44,9 @@ class Timer:
 
     began_ns = fetched_ns = collate_ns = sample_count = 0
 
-    def begin(self, now_ns: int | None = None) -> None:
-        """Start the timer for a batch, now or at ``now_ns``."""
-        self.began_ns = self.fetched_ns = _now_ns() if now_ns is None else now_ns
+    def begin(self) -> None:
+        """Start the timer for a batch."""
+        self.began_ns = self.fetched_ns = _now_ns()
         self.collate_ns = self.sample_count = 0
 
     def read(self, ended_ns: int | None = None) -> bytes:
@@ -96,12 +94,11 @@ class Collator:
         *,
         takes_list: bool = True,
         writer: SlotWriter | None = None,
-        rng: "SampleRng | None" = None,
+        rng: SampleRng | None = None,
     ) -> None:
         self._collate_fn, self._timer, self._rng = collate_fn, timer, rng
         self._takes_list, self._writer = takes_list, writer
-        packs = writer is not None and is_plain(collate_fn)
-        self._packer = FlatPacker(writer) if packs and writer is not None else None
+        self._packer = None if writer is None or not is_plain(collate_fn) else FlatPacker(writer)
 
     def __call__(self, samples: Any, indices: Any = None) -> Any:
         """Return the batch of these samples, or the ``FlatLayout`` of one that was packed.

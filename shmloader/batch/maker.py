@@ -89,9 +89,7 @@ class BatchMaker:
                 is_iterable=config.is_iterable,
                 sets_global=concurrent_fetcher is None and not config.is_threaded,
                 restores_global=restores_rngs,
-                # What is gathered is plain data, and its columns are then found only once.
-                draws_nothing=not callable(on_error)
-                and ((arrays is not None and arrays.find() is not None) or is_plain_data(dataset)),
+                draws_nothing=not callable(on_error) and is_plain_data(dataset),
             )
         self.rng = rng
         collator = Collator(

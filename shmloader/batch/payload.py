@@ -212,6 +212,8 @@ class Payload:
 
     Attributes:
         descriptors: What it refers to by descriptors, which its owner keeps open.
+        nbytes: Bytes of the pickle, and of the arrays and tensors beside it.
+        by_value: Whether cloudpickle was used.
     """
 
     def __init__(self, objects: object) -> None:
@@ -220,12 +222,7 @@ class Payload:
             sealed = seal(objects, recorder)
             self._segment, _, self.by_value = sealed
             self._handle = pickle.dumps(sealed)
-        self.descriptors = recorder.descriptors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pickle, and of the arrays and tensors beside it."""
-        return self._segment.nbytes
+        self.descriptors, self.nbytes = recorder.descriptors, self._segment.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a worker that multiprocessing starts with this payload as an argument."""

@@ -221,16 +221,16 @@ class DeviceStage(Stage):
         """Prepare the stage's thread. Called on it."""
         torch.multiprocessing._set_thread_name(self.name[:15])
         torch.set_num_threads(1)
-        # The call before enter() is for a stream that is made while a graph is captured. The call
-        # after it is needed because the first has no effect if the device was not initialized yet.
+        # The first call is for a stream that is made while a graph is captured. It has no effect if
+        # the device was not initialized yet, hence the second.
         relax_this_thread(self._backend.device.type)
-        self._backend.enter()
+        torch.accelerator.set_stream(self._backend.stream)
         relax_this_thread(self._backend.device.type)
 
     def run(self, batch: object) -> OnDevice:
         """Start a batch's copy. Does not wait for a copy from page-locked or pinned memory."""
         self._wait_for_space()
-        self._backend.enter()
+        torch.accelerator.set_stream(self._backend.stream)
         held = (batch, all_tensors(batch))
         try:
             copied = self._copy(*held)

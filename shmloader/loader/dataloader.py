@@ -52,7 +52,7 @@ from shmloader.loader.options import (
     read_options,
 )
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
-from shmloader.memory.limits import free_memory, is_supported, usable_cores
+from shmloader.memory.limits import free_memory, usable_cores, why_unsupported
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.sampling.arguments import is_cut_for_ranks, rank_of, whole_number
@@ -443,7 +443,7 @@ class DataLoader(ResumableLoader[_T_co]):
         plan, parts = self._plan, self._parts
         assert plan is not None
         iterator: Any
-        is_unsupported = self.num_workers and not self.thread_pool and not is_supported()
+        is_unsupported = self.num_workers and not self.thread_pool and why_unsupported()
         if self.num_workers:
             self.check_worker_number_rationality()
         if is_unsupported:

@@ -26,7 +26,7 @@ from shmloader.loader.options import (
     describe_unsupported,
 )
 from shmloader.loader.states import check_facts, check_state, sealed
-from shmloader.memory.limits import is_supported
+from shmloader.memory.limits import why_unsupported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.hooks import (
@@ -510,7 +510,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _check_has_state(self) -> None:
         if type(self.dataset) in WRAPPED_DATA_PIPES:
             raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
-        if self.num_workers and not self.thread_pool and not is_supported():
+        if self.num_workers and not self.thread_pool and why_unsupported():
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
 
     @property

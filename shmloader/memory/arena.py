@@ -127,6 +127,17 @@ class MemoryFile(io.FileIO):
         """Close the file. Its own finalizer would warn."""
         self.close()
 
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickle for a process that is being started; any other pickle raises."""
+        return _received, (reduction.DupFd(self.fileno()),)
+
+
+def _received(handle: Any) -> MemoryFile:
+    """Return the file of a handle. Called by pickle."""
+    fd = handle.detach()
+    os.set_inheritable(fd, False)  # spawn passes it on as inheritable
+    return MemoryFile(fd)
+
 
 def map_range(fd: int, offset: int, nbytes: int) -> Range:
     """Map a range of a file, which may be closed then, shared with all processes that map it.
@@ -301,7 +312,7 @@ class Arena:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a process that is being started."""
-        return _attach, (reduction.DupFd(self.fileno()), self.slot_bytes, len(self.slots))
+        return Arena, (self._file, self.slot_bytes, len(self.slots))
 
     def fileno(self) -> int:
         """Return the descriptor; -1 once closed."""
@@ -418,10 +429,3 @@ class Arena:
         for slot in self.slots:
             slot.unmap()
             slot.kept = None
-
-
-def _attach(handle: Any, slot_bytes: int, slot_count: int) -> Arena:
-    """Return the arena of a handle. Called by pickle, in a worker."""
-    fd = handle.detach()
-    os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-    return Arena(MemoryFile(fd), slot_bytes, slot_count)

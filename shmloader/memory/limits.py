@@ -243,11 +243,6 @@ def _tried(stack: contextlib.ExitStack) -> Iterator[str]:
         stack.callback(os.close, received)
 
 
-def is_supported() -> bool:
-    """Whether this system has what slots and worker processes need."""
-    return why_unsupported() is None
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
     """How much memory one iterator may come to need. Sent to the workers.

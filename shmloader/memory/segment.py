@@ -30,7 +30,6 @@ import multiprocessing.context
 import os
 import secrets
 from collections.abc import Container
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,9 +81,8 @@ class SealedSegment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle."""
-        where: Any = (os.getpid(), self.file.fileno())
-        if multiprocessing.context.get_spawning_popen() is not None:
-            where = reduction.DupFd(self.file.fileno())
+        is_starting = multiprocessing.context.get_spawning_popen() is not None
+        where = self.file if is_starting else (os.getpid(), self.file.fileno())
         return _attach, (self.token, self.nbytes, where)
 
     def close(self) -> None:
@@ -166,23 +164,18 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
         SharedMemoryError: If it is gone.
     """
     known: Segment | None = PROCESS.segments.get(token)
-    if not isinstance(where, tuple):
-        file = MemoryFile(where.detach())  # a duplicate
-        if known is None:
-            os.set_inheritable(file.fileno(), False)  # spawn passes it on as inheritable
-    elif known is None:
-        try:
-            path = "/proc/{}/fd/{}".format(*where)
-            file = MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
-            raise SharedMemoryError(_GONE) from error
-    else:
-        return known
-    sealed = SealedSegment(file, nbytes, token)  # closes the file unless the segment keeps it
-    segment = Segment.open(sealed) if known is None else known
-    if not isinstance(where, tuple):
+    if isinstance(where, MemoryFile):
+        segment = known or Segment.open(SealedSegment(where, nbytes, token))
         segment.digest = token  # the process that started this one, or built the object, has it
-    return segment
+        return segment
+    if known is not None:
+        return known
+    try:
+        path = "/proc/{}/fd/{}".format(*where)
+        file = MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+        raise SharedMemoryError(_GONE) from error
+    return Segment.open(SealedSegment(file, nbytes, token))
 
 
 def mark_common(descriptors: Container[int]) -> None:

@@ -221,8 +221,11 @@ def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
     ``out`` is a contiguous tensor of the result's shape. Raises what torch.stack raises.
     """
-    may_stream = out.nbytes >= STREAM_BYTES and all(_is_row_of(out, tensor) for tensor in tensors)
-    if not (may_stream and copy_rows([tensor.data_ptr() for tensor in tensors], out)):
+    may_stream = out.nbytes >= max(STREAM_BYTES, ROW_BYTES * len(tensors))
+    if may_stream and _copy_rows is not None and all(_is_row_of(out, one) for one in tensors):
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        _copy_rows(out.data_ptr(), addresses, out.nbytes // len(tensors))
+    else:
         torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
 
 
@@ -236,18 +239,6 @@ def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def copy_rows(addresses: list[int], out: torch.Tensor) -> bool:
-    """Copy the rows at these addresses to a large tensor with streaming stores.
-
-    Returns False, and does nothing, for small rows, and without the compiled part.
-    """
-    row_bytes = out.nbytes // len(addresses)
-    if _copy_rows is None or row_bytes < ROW_BYTES or 0 in addresses:
-        return False
-    _copy_rows(out.data_ptr(), addresses, row_bytes)
-    return True
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

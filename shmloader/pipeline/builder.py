@@ -15,7 +15,7 @@ import torch
 from shmloader.device.backend import parse_device
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.options import OPTIONS
-from shmloader.memory.limits import is_supported, why_unsupported
+from shmloader.memory.limits import why_unsupported
 from shmloader.pipeline.config import (
     Executor,
     OutputOrder,
@@ -333,7 +333,7 @@ def _stage_kind(executor: Executor | None, *, is_async: bool) -> str:
         )
     if isinstance(executor, concurrent.futures.Executor):
         return "executor"
-    if executor == "process" and not is_supported():
+    if executor == "process" and why_unsupported():
         raise ValueError(
             f"executor='process' is not available here, since {why_unsupported()}: use threads, or "
             "an executor of concurrent.futures"

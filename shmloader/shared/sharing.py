@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from shmloader.grammar import counted, size
 from shmloader.interruptions import probe
-from shmloader.memory.limits import is_supported, why_unsupported
+from shmloader.memory.limits import why_unsupported
 from shmloader.memory.pickled import is_plain
 from shmloader.memory.segment import SegmentWriter, find_segment
 from shmloader.memory_maps import address_of
@@ -100,7 +100,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     bulk, contents = _find_bulk(obj)
     if not bulk:
         return obj
-    if not is_supported():
+    if why_unsupported():
         raise RuntimeError(f"share() does not work here, since {why_unsupported()}")
     with SegmentWriter() as writer:
         # Arrays together, so that tensors of one storage still share it.

@@ -500,7 +500,7 @@ def as_if_present(device: Any, argument: str = "device") -> torch.device | None:
 def test_where_torchs_workers_have_to_do_our_own_arguments_are_refused(
     kind, options, named, monkeypatch
 ) -> None:
-    monkeypatch.setattr(dataloader, "is_supported", lambda: False)
+    monkeypatch.setattr(dataloader, "why_unsupported", lambda: "so")
     device = dataclasses.replace(OPTIONS["device"], read=as_if_present)
     monkeypatch.setitem(OPTIONS, "device", device)
     loader = kind(torch.arange(8), 2, num_workers=1, **options)
