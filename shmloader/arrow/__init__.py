@@ -10,8 +10,8 @@ buffers, where these are numbers, lists of numbers, or texts.
 
 ``finding`` finds the fields of a dataset (``hugging_face``, ``table``), of which ``fields`` makes
 batches; ``rows`` says which rows a batch has. None of these imports pyarrow or ``datasets``.
-``buffers`` reads columns, ``making`` makes their fields, and ``files`` opens files: these import
-pyarrow, and are imported when a table is there.
+``columns`` makes fields of columns, whose ``buffers`` it reads, and ``files`` opens files: these
+import pyarrow, and are imported when a table is there.
 """
 
 from shmloader.arrow.lengths import lengths

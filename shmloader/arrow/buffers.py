@@ -10,7 +10,6 @@ imports pyarrow, and is imported where an Arrow table is there already.
 """
 
 import ctypes
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +17,7 @@ import numpy as np
 import pyarrow.types as kinds
 import torch
 
-from shmloader.arrow.rows import Rows
-from shmloader.memory.compiled import find_lists
-
 _Array = np.ndarray[Any, np.dtype[Any]]
-
-# The types of texts, whose bytes are read as lists of these.
-_BYTES = np.dtype(np.uint8)
 
 
 class UnreadableError(Exception):
@@ -64,7 +57,7 @@ class Span:
         self.firsts = distances // size
 
 
-class _Chunks:
+class Chunks:
     """The chunks of a column that have rows.
 
     Attributes:
@@ -78,117 +71,7 @@ class _Chunks:
         if not self.items or column.null_count:
             raise UnreadableError("rows that are None, or no rows")
         self.starts = np.cumsum([0, *map(len, self.items[:-1])])
-        self.identity = hashlib.blake2b(self.starts.tobytes()).digest()
-
-
-class Numbers:
-    """A column of numbers. ``numbers[rows]`` are the values of an array of rows.
-
-    Args:
-        column: A ``pyarrow.ChunkedArray`` without None.
-
-    Attributes:
-        values: An array in which the numbers lie, in pieces.
-        tensor: A tensor over the same memory.
-        finder: How the compiled part finds the numbers of rows.
-    """
-
-    def __init__(self, column: Any) -> None:
-        dtype = _number_dtype(column.type)
-        self._chunks = chunks = _Chunks(column)
-        span = Span([_elements_of(chunk, dtype) for chunk in chunks.items], dtype, column)
-        self.values, self.tensor = span.array, span.tensor
-        self._bases = span.firsts - chunks.starts
-        self._table = np.concatenate([chunks.starts, -chunks.starts, span.firsts])
-        self.finder = self._table.ctypes.data, len(chunks.items), 0, 1, 0
-
-    def find(self, rows: Rows) -> _Array:
-        """Return where the numbers of these rows lie in ``values``."""
-        chunks = self._chunks
-        if len(chunks.items) == 1:
-            return rows.array  # the first number is that of row 0
-        at: _Array = rows.array + self._bases[rows.find(chunks.starts, chunks.identity)]
-        return at
-
-    def __getitem__(self, rows: _Array) -> _Array:
-        """Return the numbers of an array of rows."""
-        return self.values[self.find(Rows(rows))]
-
-
-class Lists:
-    """A column of lists of numbers.
-
-    Args:
-        column: A ``pyarrow.ChunkedArray`` without None, also inside of lists. Lists may have any
-            length, or one that their type fixes.
-
-    Attributes:
-        values: An array in which the elements of all lists lie, in pieces.
-        tensor: A tensor over the same memory.
-        finder: How the compiled part finds the lists of rows, apart from their length.
-    """
-
-    def __init__(self, column: Any) -> None:
-        kind = column.type
-        self._chunks = chunks = _Chunks(column)
-        pieces = [_list_elements_of(chunk) for chunk in chunks.items]
-        dtype = _BYTES if _is_text(kind) else _number_dtype(kind.value_type)
-        span = Span(pieces, dtype, column)
-        self.values, self.tensor, self._firsts = span.array, span.tensor, span.firsts
-        #: Elements of each list, if their type fixes it; else None.
-        self._size: int | None = kind.list_size if _has_size(kind) else None
-        if self._size is None:
-            width = np.dtype(np.int64 if _is_large(kind) else np.int32)
-            places = [_offsets_of(chunk, width) for chunk in chunks.items]
-            offsets = Span(places, width, column)
-            array = offsets.array
-            #: Where each list begins and ends, by the place of its offset.
-            self._bounds: _Array = np.ndarray(
-                (len(array) - 1, 2), width, array.data, strides=array.strides * 2
-            )
-            self._bases = offsets.firsts - chunks.starts
-            where = array.ctypes.data, width.itemsize
-        else:
-            skipped = np.array([chunk.offset for chunk in chunks.items], np.int64)
-            self._bases = skipped - chunks.starts
-            where = 0, self._size
-        # What the compiled part reads: the chunks, and the offsets.
-        self._table = np.concatenate([chunks.starts, self._bases, self._firsts])
-        self._offsets = where
-        self.finder = self._table.ctypes.data, len(chunks.items), *where
-
-    def find(self, rows: Rows) -> tuple[_Array, _Array, int | None]:
-        """Find the lists of these rows.
-
-        Returns:
-            Where they begin in ``values``, int64; their lengths; and the length if all have one,
-            else None.
-        """
-        if self._size is None and find_lists is not None:
-            found: _Array = np.empty((2, len(rows.array)), np.int64)
-            length = find_lists(rows.array, self._table, *self._offsets, found)
-            return found[0], found[1], None if length < 0 else length
-        chunk = rows.find(self._chunks.starts, self._chunks.identity)
-        at = rows.array + self._bases[chunk]
-        if self._size is not None:
-            begins = at * self._size + self._firsts[chunk]
-            return begins, np.full(len(at), self._size), self._size
-        bounds = self._bounds[at]
-        begins, lengths = bounds[:, 0] + self._firsts[chunk], bounds[:, 1] - bounds[:, 0]
-        is_one = lengths.size and (lengths == lengths[0]).all()
-        return begins, lengths, int(lengths[0]) if is_one else None
-
-
-class Texts(Lists):
-    """A column of texts."""
-
-    def texts(self, rows: Rows) -> list[str]:
-        """Return the texts of these rows."""
-        starts, lengths, _ = self.find(rows)
-        return [
-            self.values[start : start + length].tobytes().decode()
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        ]
+        self.identity = self.starts.tobytes()
 
 
 def lengths_of(column: Any, rows: _Array | None) -> _Array:
@@ -203,7 +86,7 @@ def lengths_of(column: Any, rows: _Array | None) -> _Array:
         ValueError: If one of these rows has None in place of a list.
     """
     kind = column.type
-    if not _is_list(kind):
+    if not is_list(kind):
         raise TypeError(f"a column of lists has lengths, but this one has {kind}")
     if column.null_count:
         is_none = column.is_null().to_numpy()
@@ -212,13 +95,13 @@ def lengths_of(column: Any, rows: _Array | None) -> _Array:
             raise ValueError(
                 f"{is_none.sum()} of {len(is_none)} lists are None: fill or drop these"
             )
-    if _has_size(kind):
+    if has_size(kind):
         return np.full(len(column if rows is None else rows), kind.list_size, np.int64)
-    width = np.dtype(np.int64 if _is_large(kind) else np.int32)
+    width = np.dtype(np.int64 if is_large(kind) else np.int32)
     lengths: _Array = np.empty(len(column), np.int64)
     start = 0
     for chunk in filter(len, column.chunks):
-        offsets = Span([_offsets_of(chunk, width)], width, chunk).array
+        offsets = Span([offsets_of(chunk, width)], width, chunk).array
         np.subtract(offsets[1:], offsets[:-1], out=lengths[start : start + len(chunk)])
         start += len(chunk)
     return lengths if rows is None else lengths[rows]
@@ -227,24 +110,27 @@ def lengths_of(column: Any, rows: _Array | None) -> _Array:
 # pyarrow's arrays -------------------------------------------------------------------------
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
     """Whether a type of pyarrow's is that of texts whose bytes lie in one buffer."""
     return bool(kinds.is_string(kind) or kinds.is_large_string(kind))
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Whether a type of pyarrow's is one of lists."""
     return bool(kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind))
 
 
-def _has_size(kind: Any) -> bool:
+def has_size(kind: Any) -> bool:
+    """Whether a type of lists fixes their length."""
     return bool(kinds.is_fixed_size_list(kind))
 
 
-def _is_large(kind: Any) -> bool:
+def is_large(kind: Any) -> bool:
+    """Whether the offsets of a type of lists or texts have 64 bits."""
     return bool(kinds.is_large_list(kind) or kinds.is_large_string(kind))
 
 
-def _number_dtype(kind: Any) -> np.dtype[Any]:
+def number_dtype(kind: Any) -> np.dtype[Any]:
     """Return numpy's dtype for a type of pyarrow's; bools are bits, and have none here."""
     if not (kinds.is_integer(kind) or kinds.is_floating(kind)):
         raise UnreadableError(f"{kind} is no number")
@@ -252,42 +138,31 @@ def _number_dtype(kind: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _elements_of(array: Any, dtype: np.dtype[Any]) -> tuple[int, int]:
+def elements_of(array: Any, dtype: np.dtype[Any]) -> tuple[int, int]:
     """Return the address of an array's first number, and how many there are."""
     if array.null_count:
         raise UnreadableError("numbers that are None")
     return array.buffers()[1].address + array.offset * dtype.itemsize, len(array)
 
 
-def _list_elements_of(array: Any) -> tuple[int, int]:
+def list_elements_of(array: Any) -> tuple[int, int]:
     """Return the address of the elements that a chunk's offsets count from, and how many."""
-    if _is_text(array.type):
+    if is_text(array.type):
         _, offsets, data = array.buffers()
         # Where all texts are empty, any address does.
         return (offsets.address, 0) if data is None else (data.address, data.size)
-    if not _is_list(array.type):
+    if not is_list(array.type):
         raise UnreadableError("no lists")
     values = array.values
-    dtype = _number_dtype(values.type)
+    dtype = number_dtype(values.type)
     if len(values):
-        return _elements_of(values, dtype)
-    if _has_size(array.type):
+        return elements_of(values, dtype)
+    if has_size(array.type):
         raise UnreadableError("lists that have to be empty")
     # All lists are empty: any address does that suits the dtype.
     return array.buffers()[1].address & -dtype.alignment, 0
 
 
-def _offsets_of(array: Any, width: np.dtype[Any]) -> tuple[int, int]:
+def offsets_of(array: Any, width: np.dtype[Any]) -> tuple[int, int]:
     """Return the address of a chunk's first offset, and the number of its offsets."""
     return array.buffers()[1].address + array.offset * width.itemsize, len(array) + 1
-
-
-def read(column: Any) -> Numbers | Lists | Texts:
-    """Return the reader of a column of numbers, of lists of numbers, or of texts.
-
-    Raises:
-        UnreadableError: If it is none of these, or has None.
-    """
-    if _is_text(column.type):
-        return Texts(column)
-    return Lists(column) if _is_list(column.type) else Numbers(column)

@@ -29,11 +29,6 @@ def is_hugging_face(dataset: object) -> bool:
     return module is not None and type(dataset) is getattr(module, "Dataset", None)
 
 
-def sources_of(dataset: Any) -> list[Any]:
-    """Return the objects that say what the samples are, to notice when one is replaced."""
-    return [*vars(dataset).values()]
-
-
 def mapping_of(dataset: Any) -> Any:
     """Return the row of each sample as an array of integers; None if sample n is row n."""
     indices = dataset._indices
@@ -45,7 +40,8 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
 
     None if a field cannot be read.
     """
-    from shmloader.arrow import making  # noqa: PLC0415 - imports pyarrow
+    from shmloader.arrow import columns  # noqa: PLC0415 - imports pyarrow
+    from shmloader.arrow.buffers import UnreadableError  # noqa: PLC0415
 
     form, table, features = dataset.format, dataset.data, dataset.features
     if not _is_known(dataset, form) or not hasattr(dataset, "_indices"):
@@ -55,15 +51,15 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
     forms = dict.fromkeys(formatted, form["type"])
     if form["output_all_columns"]:
         forms |= dict.fromkeys(others)
-    fields = {}
+    fields: dict[str, Field] = {}
     try:
-        maps = () if dataset._indices is None else (making.Numbers(dataset._indices.column(0)),)
+        indices = dataset._indices
+        maps = () if indices is None else (columns.NumberField(indices.column(0)),)
         for name, one in forms.items():
             if not _is_plain(features[name]):
                 return None
-            column = table.column(name)
-            fields[name] = making.field_of(column, one, _dtype_of, _TEXTS[one])
-    except making.UnreadableError:
+            fields[name] = columns.field_of(table.column(name), one, dtype_of, _TEXTS[one])
+    except UnreadableError:
         return None
     return (RowMap(table.num_rows, maps), fields) if fields else None
 
@@ -77,7 +73,7 @@ def _is_known(dataset: Any, form: Any) -> bool:
     return form["type"] in _FORMS and not form["format_kwargs"] and _is_unpatched(dataset)
 
 
-def _dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
+def dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
     """Return the dtype of a number in samples, by its own and the format; None: not supported."""
     if dtype == np.uint64:
         return None

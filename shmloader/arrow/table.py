@@ -9,11 +9,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from shmloader.arrow.fields import Field, ObjectField
+from shmloader.arrow.hugging_face import dtype_of
 from shmloader.arrow.rows import Rows
 from shmloader.collate import RaggedBatch
-from shmloader.grammar import described_type
 
-_PARQUET = {".parquet", ".pq"}
 _FORMS = ("numpy", "torch", None)
 
 
@@ -37,6 +36,10 @@ class ArrowTable(Dataset[dict[str, Any]]):
         format: "numpy" or "torch": numbers and lists of numbers are arrays or tensors, with the
             dtype that the table has. None: they are Python's.
 
+    Attributes:
+        table: The ``pyarrow.Table``, with the chosen columns.
+        fields: The fields of samples by name, in order, for loaders.
+
     Raises:
         ImportError: If pyarrow is not installed.
         TypeError: If the source is another one, or columns are no names.
@@ -55,51 +58,33 @@ class ArrowTable(Dataset[dict[str, Any]]):
         if columns is not None:
             columns = _checked_columns(columns)
         self._columns, self._format = columns, format
-        self._paths: list[str] | None = None
         if isinstance(source, str | os.PathLike):
             source = [source]
         if isinstance(source, list | tuple):
-            self._paths = [os.path.abspath(path) for path in source]  # noqa: PTH100 - of any class
-            if not self._paths:
+            source = [os.path.abspath(path) for path in source]  # noqa: PTH100 - of any class
+            if not source:
                 raise ValueError("ArrowTable needs the path of at least one file")
-        self._open(source)
+        from shmloader.arrow import columns as reading  # noqa: PLC0415 - import pyarrow
+        from shmloader.arrow import files
+        from shmloader.arrow.buffers import UnreadableError  # noqa: PLC0415
 
-    def _open(self, table: Any) -> None:
-        from shmloader.arrow import files, making  # noqa: PLC0415 - import pyarrow
-
-        if self._paths is not None:
-            table = files.open_table(self._paths, self._columns)
-        elif not files.is_table(table):
-            raise TypeError(
-                "ArrowTable reads a path, several paths or a pyarrow.Table, but the source is "
-                f"{described_type(table)}"
-            )
-        self._table = table = files.select(table, self._columns)
-        self._fields: dict[str, Field] = {}
+        self.table = table = files.open_table(source, columns)
+        # What is pickled: the paths, or the table with the columns that were chosen.
+        self._source = source if isinstance(source, list) else table
+        self.fields: dict[str, Field] = {}
         for name, column in zip(table.column_names, table.columns, strict=True):
             try:
-                self._fields[name] = making.field_of(column, self._format, _dtype_of)
-            except making.UnreadableError:
-                self._fields[name] = ObjectField(column)
+                self.fields[name] = reading.field_of(column, format, _dtype_of)
+            except UnreadableError:
+                self.fields[name] = ObjectField(column)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the paths, and not the rows; a ``pyarrow.Table`` without paths as it is."""
-        source = self._table if self._paths is None else self._paths
-        return type(self), (source, self._columns, self._format)
-
-    @property
-    def table(self) -> Any:
-        """The ``pyarrow.Table``, with the chosen columns."""
-        return self._table
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields of samples by name, in order, for loaders."""
-        return self._fields
+        return type(self), (self._source, self._columns, self._format)
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return int(self._table.num_rows)
+        return int(self.table.num_rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a sample: a dict of the columns' values."""
@@ -120,7 +105,7 @@ class ArrowTable(Dataset[dict[str, Any]]):
             return []
         rows[rows < 0] += length
         chosen = Rows(rows)
-        return list(RaggedBatch({key: one.items(chosen) for key, one in self._fields.items()}))
+        return list(RaggedBatch({key: one.items(chosen) for key, one in self.fields.items()}))
 
 
 def _checked_columns(columns: Sequence[str]) -> list[str]:
@@ -134,8 +119,4 @@ def _checked_columns(columns: Sequence[str]) -> list[str]:
 
 def _dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
     """Return the dtype of numbers in samples, by that of the table's and the format."""
-    if form is not None:
-        return dtype
-    if dtype == np.uint64:
-        return None
-    return np.int64 if dtype.kind in "iu" else np.float64
+    return dtype_of(dtype, None) if form is None else dtype

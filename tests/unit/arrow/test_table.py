@@ -15,7 +15,8 @@ from torch.utils.data import Dataset, default_collate
 
 import shmloader
 from shmloader import sample_rng
-from shmloader.arrow import ArrowTable, buffers
+from shmloader.arrow import ArrowTable
+from shmloader.arrow import columns as reading
 from shmloader.arrow.rows import Rows
 from shmloader.batch.arrays import Arrays
 from shmloader.batch.collator import Timer
@@ -210,8 +211,8 @@ def test_a_collate_function_draws_the_same_numbers_for_each_shard():
 def test_lists_are_found_in_any_chunk(kind, is_compiled, monkeypatch):
     """The compiled part searches the chunks, which have any number of rows, or are slices."""
     if not is_compiled:
-        monkeypatch.setattr(buffers, "find_lists", None)
-    elif buffers.find_lists is None:
+        monkeypatch.setattr(reading, "find_lists", None)
+    elif reading.find_lists is None:
         pytest.skip("installed without a compiler")
     rng = np.random.default_rng(0)
     lists = [rng.integers(0, 99, length).tolist() for length in rng.integers(0, 6, 60)]
@@ -220,7 +221,7 @@ def test_lists_are_found_in_any_chunk(kind, is_compiled, monkeypatch):
     chunks = [whole[start:stop] for start, stop in itertools.pairwise(cuts)]
     copies = [pa.array(chunk.to_pylist(), chunk.type) for chunk in chunks]
     for column in (pa.chunked_array(chunks), pa.chunked_array(copies), pa.chunked_array([whole])):
-        reader = buffers.Lists(column)
+        reader = reading.ListField(column)
         rows = rng.permutation(60)
         starts, lengths, length = reader.find(Rows(rows))
         assert length is None
