@@ -1,7 +1,4 @@
-"""``shmloader.TokenBlocks``: a file of tokens as a dataset of blocks.
-
-Half of the module documents the arguments.
-"""
+"""``shmloader.TokenBlocks``: a file of tokens as a dataset of blocks."""
 
 import os
 from pathlib import Path

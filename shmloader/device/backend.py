@@ -214,6 +214,10 @@ class Backend:
         finally:
             driver.restore_capture(mode)
 
+    def enter(self) -> None:
+        """Make the loader's stream the current one of the calling thread."""
+        torch.accelerator.set_stream(self.stream)
+
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device, on the calling thread's current stream.
 

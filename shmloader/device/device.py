@@ -224,13 +224,13 @@ class DeviceStage(Stage):
         # The first call is for a stream that is made while a graph is captured. It has no effect if
         # the device was not initialized yet, hence the second.
         relax_this_thread(self._backend.device.type)
-        torch.accelerator.set_stream(self._backend.stream)
+        self._backend.enter()
         relax_this_thread(self._backend.device.type)
 
     def run(self, batch: object) -> OnDevice:
         """Start a batch's copy. Does not wait for a copy from page-locked or pinned memory."""
         self._wait_for_space()
-        torch.accelerator.set_stream(self._backend.stream)
+        self._backend.enter()
         held = (batch, all_tensors(batch))
         try:
             copied = self._copy(*held)

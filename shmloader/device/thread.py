@@ -15,8 +15,6 @@ so that they end when the loader is garbage.
 
 Adding an item and waking a thread take no lock, because the garbage collector may end an iterator
 at any point, on either thread.
-
-The module is long because the thread, its owner and its user share the state of an epoch.
 """
 
 import collections

@@ -35,7 +35,7 @@ BATCH_BYTES = -(-4 * LENGTH // 512) * 512
 def locks(late: LateDevice) -> PageLocks:
     backend = Backend(torch.device("late", 0))
     before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(backend.stream)
+    backend.enter()
     yield PageLocks([backend])
     torch.accelerator.set_stream(before)
 

@@ -1,6 +1,7 @@
 """Which datasets and samples run no code of the user's."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ class Own(Dataset):
 
 
 TENSORS = TensorDataset(torch.arange(3))
+PATCHED: Any = TensorDataset(torch.arange(3))
+PATCHED.__getitems__ = Own().__getitem__
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,8 @@ def test_datasets_of_torch_over_arrays_and_lists_run_no_code_of_the_user_s(datas
         torch.arange(3).as_subclass(OwnTensor),
         TensorDataset(torch.arange(3).as_subclass(OwnTensor)),
         OwnSubset(TENSORS, [0]),
+        PATCHED,
+        Subset(PATCHED, [0]),
         Subset(Own(), [0]),
         Subset(TENSORS, OwnList([0])),
         ConcatDataset([TENSORS, Own()]),

@@ -9,7 +9,7 @@ import torch
 
 import shmloader
 from shmloader.device import backend
-from shmloader.device.backend import Backend, CudaDriver, open_driver, parse_device
+from shmloader.device.backend import Backend, CudaDriver, parse_device
 from shmloader.device.device import PageLocks
 from shmloader.memory.arena import Arena
 
@@ -63,12 +63,6 @@ def test_a_device_beyond_the_last_is_said_with_their_number(monkeypatch) -> None
     assert parse_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(RuntimeError, match=r"device='cuda:2' does not exist: .* finds 2 cuda"):
         parse_device("cuda:2")
-
-
-def test_an_index_is_one_of_the_accelerators_that_there_are(monkeypatch) -> None:
-    monkeypatch.setattr(backend, "_accelerator_kind", lambda: "xpu")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert parse_device(1) == torch.device("xpu", 1)
 
 
 @pytest.mark.parametrize("device", [True, 1.5, ["cuda"], object()])
@@ -191,10 +185,6 @@ def test_cuda_is_asked_for_the_thread_s_context() -> None:
     assert driver.has_context()
     driver._current_context = lambda context: setattr(context._obj, "value", 7) or 201
     assert not driver.has_context()
-
-
-def test_a_kind_without_a_known_driver_has_none() -> None:
-    assert open_driver("xpu") == ""
 
 
 def test_a_library_that_is_not_there_is_an_os_error(monkeypatch) -> None:
