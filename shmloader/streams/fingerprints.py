@@ -50,9 +50,14 @@ def fingerprint(shards: Sequence[str]) -> bytes:
 
 def names_digest(shards: Sequence[str]) -> str:
     """Return a text that depends on the order and the names of shards, without their folder."""
-    prefix = os.path.commonprefix(list(shards))  # noqa: RUF071 - cut at a slash
-    start = prefix.rfind("/") + 1
-    return digest("\0".join([shard[start:] for shard in shards]))
+    text, folder = "\0".join(["", *shards]), "\0"
+    # The folder of the first and the last one is mostly that of all, and is found at once.
+    for some in ([*shards[:1], *shards[-1:]], list(shards)):
+        prefix = os.path.commonprefix(some)  # noqa: RUF071 - cut at a slash
+        folder = "\0" + prefix[: prefix.rfind("/") + 1]
+        if text.count(folder) == len(shards):
+            break
+    return digest(text.replace(folder, "\0"))
 
 
 def sizes_digest(groups: Iterable[Sequence[str]]) -> str:
