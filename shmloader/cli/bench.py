@@ -48,7 +48,7 @@ def bench(options: argparse.Namespace) -> None:
             options.result = {**facts, "is_interrupted": is_interrupted, "vs": _facts_of(rounds)}
         elif rounds:
             print(f"{text}\n")
-            _print_rounds(rounds)
+            _print_rounds(_facts_of(rounds))
 
 
 def _run(loader: Any, options: argparse.Namespace) -> tuple[float, str, dict[str, Any]]:
@@ -132,11 +132,10 @@ def _facts_of(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def _print_rounds(rounds: Sequence[Sequence[float]]) -> None:
+def _print_rounds(facts: dict[str, Any]) -> None:
     """Print medians over the rounds, with their ranges, and the ratio of ours to torch's."""
-    ours, torchs = zip(*rounds, strict=True)
-    ratios = [one / other for one, other in zip(ours, torchs, strict=True)]
-    print(f"  batches/s: median (range) of {len(rounds)} rounds in turns, in one process")
-    for name, values in {"shmloader": ours, "torch": torchs, "ratio": ratios}.items():
+    count = len(facts["ratios"])
+    print(f"  batches/s: median (range) of {count} rounds in turns, in one process")
+    for name, values in {**facts["batches_per_s"], "ratio": facts["ratios"]}.items():
         median = f"{statistics.median(values):,.2f}"
         print(f"  {name:<10}{median:>10} ({min(values):,.2f}–{max(values):,.2f})")

@@ -52,6 +52,8 @@ OURS_SHARE = 0.8
 LONG_DELIVERY_S = 0.0002
 #: More workers are no help for batches that come faster than this: each costs this process as much.
 SHORT_BATCH_S = 0.00005
+#: A copy to a device moves more bytes a second than this.
+SLOW_COPY = 1e8
 #: Slots are held where a larger share of the batches than this was copied out of them.
 COPIED_SHARE = 0.5
 #: Memory is near its limit where less than this share of it is free.
@@ -88,6 +90,9 @@ def judged(stats: LoaderStats) -> LoaderStats:
         case Finding.COPYING if wait.causes.pin > wait.causes.device:
             cause = "while a batch was being pinned"
             remedy = "Give device= in place of pin_memory=True: it copies from shared memory."
+        case Finding.COPYING if stats.has_transform and stats.nbytes < SLOW_COPY * spent_s:
+            cause = _TEXTS[finding][0]
+            remedy = "Make device_transform cheaper: copying alone takes less."
         case Finding.TOO_FEW_WORKERS if spent_s >= SHORT_BATCH_S * stats.batches:
             finding, cause, remedy = _limit_of_workers(stats, spent_s)
         case Finding.DELIVERY | Finding.TOO_FEW_WORKERS:

@@ -389,7 +389,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         Raises:
             ValueError: If ``of`` is neither "epoch" nor "total"; or with ``ranks=True``, if there
                 are several ranks and ``torch.distributed`` is not initialised.
-            LoaderTimeoutError: If some ranks have not called it within ``timeout`` seconds.
+            LoaderTimeoutError: If some ranks have not called it within ``timeout`` seconds, or if
+                two loaders were made with the same ``rank``.
         """
         own = super().stats(of)
         if not ranks:

@@ -99,6 +99,16 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         Finding.COPYING,
         "being pinned. Give device= in place of pin_memory=True",
     ),
+    "copies of large batches": (
+        stats_of(device=4, fetch=1, has_transform=True, nbytes=10**10),
+        Finding.COPYING,
+        "copied to the device and transformed there. Send smaller types, such as uint8",
+    ),
+    "a slow transform on the device": (
+        stats_of(device=4, fetch=1, has_transform=True, nbytes=10**6),
+        Finding.COPYING,
+        "copied to the device and transformed there. Make device_transform cheaper",
+    ),
     "no workers, sampler": (
         stats_of(kind="in-process", workers=0, draw=4, fetch=1),
         Finding.SAMPLER,
