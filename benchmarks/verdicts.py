@@ -171,9 +171,9 @@ def run_threads(vary: Callable[[float], float]) -> shmloader.LoaderStats:
 
 
 def run_waiting_threads(vary: Callable[[float], float]) -> shmloader.LoaderStats:
-    """Sixteen threads wait, 1 ms for each sample."""
-    dataset = Samples(sleeping(vary(0.001)), 6_400)
-    return take_epoch(dataset, batch_size=32, num_workers=16, thread_pool=True)
+    """Eight threads wait, 4 ms for each sample."""
+    dataset = Samples(sleeping(vary(0.004)), 1_280)
+    return take_epoch(dataset, batch_size=16, num_workers=8, thread_pool=True)
 
 
 @contextlib.contextmanager

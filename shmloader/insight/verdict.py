@@ -32,15 +32,14 @@ _NS = 1e9
 IDLE_SHARE = 0.05
 #: More batches loaded ahead would help if the workers' time without work is a larger share than
 #: this of the time in which the consumer waits for them.
-AHEAD_SHARE = 0.5
+AHEAD_SHARE = 0.3
 #: Workers compete for cores if they lack one for a larger share of their busy time than this.
 STALLED_SHARE = 0.3
 #: Workers wait for something else, such as a disk, if they have or want a core for less than the
 #: first share of their busy time. They compute if they do so for more than the second share.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
-#: The interpreter's lock holds threads up if this process has or wants more than the first number
-#: of cores. With less, they wait for something else. With more than the second number for the
-#: workers alone, their code runs without the lock.
+#: The interpreter's lock holds threads up if this process uses more than the first number of cores.
+#: With more than the second number for the workers alone, their code runs without the lock.
 LOCKED_CORES = 0.7, 1.2
 #: Loading several samples at once helps if each takes longer than this.
 LONG_SAMPLE_S = 0.001
@@ -237,11 +236,11 @@ def _is_locked(stats: LoaderStats, *, lacks_cores: bool = False) -> bool:
     """Return whether the interpreter's lock holds threads up, also if they seem to lack cores."""
     if stats.kind != "threads" or stats.num_workers == 1:
         return False
-    _, ran_s, stalled_s = _used(stats)
+    busy_s, ran_s, stalled_s = _used(stats)
     least_s, most_s = (cores * stats.elapsed_s for cores in LOCKED_CORES)
-    held_s = max(ran_s, stats.cpu_s)  # the consumer's thread needs the lock, too
-    # Threads that wake up from waiting lack a core at the same time, so that not all of it counts.
-    is_limit = lacks_cores or held_s + min(held_s, stalled_s) / 2 >= least_s
+    # The consumer's thread needs the lock, too. On a busy machine, all of them may run less.
+    is_limit = lacks_cores or max(ran_s, stats.cpu_s) >= least_s
+    is_limit = is_limit or ran_s + stalled_s >= WAITING_SHARE * busy_s
     has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return is_limit and ran_s <= most_s and has_lock()
 

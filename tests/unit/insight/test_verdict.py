@@ -286,6 +286,11 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         Finding.INTERPRETER_LOCK,
         "while threads took turns at running Python code. Leave out thread_pool=",
     ),
+    "threads that take turns on a busy machine": (
+        stats_of({"cpu_s": 1.4, "stalled_s": 3.0}, kind="threads", fetch=5, workers=3),
+        Finding.INTERPRETER_LOCK,
+        "Leave out thread_pool=True",
+    ),
     "threads that keep the consumer from taking batches": (
         stats_of({"cpu_s": 4.5}, kind="threads", fetch=1, build=4),
         Finding.INTERPRETER_LOCK,
