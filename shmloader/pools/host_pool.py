@@ -101,10 +101,8 @@ def open_host_pool(
     objects = (dataset, worker_init_fn)
     while True:
         meeting = Meeting(f"workers {number}", rank, is_alone=is_alone)
-        if meeting.is_host:
-            nursery = _start(meeting, objects, base_seed, facts, adapter)
-        else:
-            nursery = Nursery(meeting.detach())
+        about = meeting, objects, base_seed, facts, adapter
+        nursery = _start(*about) if meeting.is_host else Nursery(meeting.detach())
         # If the rank that should have started the nursery has failed with an error, this one tries.
         with contextlib.suppress(ConnectionError):
             found = nursery.await_facts()
@@ -154,10 +152,10 @@ class SharedWorkers:
     """
 
     is_shared = True
-    page: StatusPage | None = None
+    page: Any = None
 
     def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
-        self._pool: HostPool | None = pool
+        self._pool: Any = pool  # None once closed
         self._functions, self._tasks = functions, tasks
         self._payloads: list[Payload] = []
         self._channel: socket.socket | None = None
@@ -165,8 +163,8 @@ class SharedWorkers:
     @property
     def nursery(self) -> Nursery:
         """The process that owns the workers."""
-        assert self._pool is not None
-        return self._pool.nursery
+        nursery: Nursery = self._pool.nursery
+        return nursery
 
     @property
     def lost(self) -> str:
@@ -181,7 +179,6 @@ class SharedWorkers:
 
     def open(self) -> None:
         """Make what the workers get."""
-        assert self._pool is not None
         self.page = StatusPage(self._pool.worker_count)
         self._payloads.append(Payload((self._tasks, self.page)))
         names = ("collate_fn", "on_error")
@@ -194,7 +191,6 @@ class SharedWorkers:
             OSError: If there are no descriptors or processes left.
             RuntimeError: If the nursery has ended.
         """
-        assert self.page is not None
         self.page.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours

@@ -41,11 +41,7 @@ from shmloader.threads import all_parked
 _log = logging.getLogger("shmloader")
 
 # How the processes of multiprocessing's own contexts are started.
-_POPENS = (
-    context.ForkProcess._Popen,
-    context.SpawnProcess._Popen,
-    context.ForkServerProcess._Popen,
-)
+_KINDS = context.ForkProcess, context.SpawnProcess, context.ForkServerProcess
 
 #: What the user calls the objects that the workers of a loader get.
 OBJECT_NAMES = ("dataset", "worker_init_fn", "collate_fn", "on_error")
@@ -100,7 +96,7 @@ class OwnWorkers:
         names: What the user calls each of the objects, for the text of an error.
     """
 
-    page: StatusPage | None = None
+    page: Any = None
     nursery: Nursery | None = None
     is_shared, lost = False, ""
 
@@ -116,13 +112,14 @@ class OwnWorkers:
         context: Any = chosen or multiprocessing.get_context()
         self._context, self._method = context, str(context.get_start_method())
         # Whether its processes are multiprocessing's own, and not those of a user's class.
-        self._is_plain = getattr(self._context.Process, "_Popen", None) in _POPENS
+        popen = getattr(self._context.Process, "_Popen", None)
+        self._is_plain = popen in [kind._Popen for kind in _KINDS]
         self._objects, self._names = objects, names
         self._worker_count, self._base_seed, self._tasks = worker_count, base_seed, tasks
         self._payload: Payload | ForkedPayload | None = None
         # The main process's end of the socket pair of the worker that is being started.
         self._channel: socket.socket | None = None
-        self._parent_death: ParentDeathPipe | None = None
+        self._parent_death: Any = None
 
     def open(self) -> None:
         """Make what the workers get, before the first of them is started.
@@ -162,8 +159,6 @@ class OwnWorkers:
 
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
         """Start a worker. With ``reports``, it first reports that torch's generator is free."""
-        assert self.page is not None
-        assert self._parent_death is not None
         self.page.clear(worker_id)
         is_fork = self._method == "fork"
         if not is_fork:

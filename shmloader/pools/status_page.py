@@ -128,8 +128,7 @@ class StatusPage:
 
     def held(self, worker_id: int) -> int:
         """Return which task of the queue a worker has: its number plus FIRST_TASK, or a state."""
-        held: int = self._words[worker_id * _WORDS + _HELD]
-        return held
+        return int(self._words[worker_id * _WORDS + _HELD])
 
     def read(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died."""
