@@ -25,6 +25,12 @@ from shmloader.pools.status_page import AtWork, Phase
 # The most time spent on asking workers for their stacks, once a batch is late.
 _ASK_S = 1.0
 
+_NEW_WORKERS = "The workers were ended; iter() starts new ones."
+_NOTHING_IS_LOST = (
+    "No batch is lost. A for loop ends here; call next() on the same iterator to go on waiting, or "
+    "raise timeout=. Without executor=, sample_timeout= replaces a worker whose sample hangs."
+)
+
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
     "Please try to raise your shared memory limit. "
@@ -89,18 +95,6 @@ def describe_death(
     return text
 
 
-def describe_hang(worker_id: int, pid: int | None, timeout_s: float, batch: str) -> str:
-    """Say that a worker was ended since a sample took too long, for the log."""
-    who = _capitalized(worker_id, pid)
-    return f"{who} took longer than {timeout_s:g} s (sample_timeout) for a sample of {batch}. "
-
-
-def describe_hung_work(worker_id: int, pid: int | None, at_work: AtWork) -> str:
-    """Say in which code a worker was ended since a sample took too long, for the error."""
-    end = "left behind" if pid is None else "killed"
-    return _with_stack(f"{_capitalized(worker_id, pid)} was {end} in it", at_work)
-
-
 def _with_stack(text: str, at_work: AtWork) -> str:
     """Add the calls of a worker's stack that are in the user's code, or called by it."""
     frames = itertools.takewhile(lambda frame: not _OURS.search(frame), at_work.stack.splitlines())
@@ -162,17 +156,11 @@ def late_batch(
     awaited = [ticket for ticket in scheduler.tickets if ticket.is_awaited]
     if is_start:
         workers = [worker for worker in workers if not worker.has_left_epoch]
-        text = "its workers to finish the previous epoch. The workers were ended; iter() starts "
-        text += "new ones."
+        text = f"its workers to finish the previous epoch. {_NEW_WORKERS}"
+    elif scheduler.in_order and awaited:
+        text = f"{describe_ticket(awaited[0])}. {_NOTHING_IS_LOST}"
     else:
-        text = f"any of {len(awaited)} batches"
-        if scheduler.in_order and awaited:
-            text = describe_ticket(awaited[0])
-        text += (
-            ". No batch is lost. A for loop ends here; call next() on the same iterator to go on "
-            "waiting, or raise timeout=. Without executor=, sample_timeout= replaces a worker "
-            "whose sample hangs."
-        )
+        text = f"any of {len(awaited)} batches. {_NOTHING_IS_LOST}"
     lines = [f"DataLoader timed out after {timeout_s:g} seconds, waiting for {text}"]
     for worker_id in (worker.worker_id for worker in workers):
         look = pool.ask if time.monotonic() < until else pool.was_at
@@ -210,9 +198,9 @@ def _end(pool: Pool, scheduler: Scheduler, worker: Worker, timeout_s: float) -> 
     pid = pool.pid(worker_id)
     if not now.is_late or not pool.kill(worker_id, now.seq):
         return False
-    ticket = scheduler.find(now.seq, now.epoch)
+    ticket, who = scheduler.find(now.seq, now.epoch), _capitalized(worker_id, pid)
     batch = "the previous epoch" if ticket is None else describe_ticket(ticket)
-    work = describe_hung_work(worker_id, pid, asked)
-    hang = describe_hang(worker_id, pid, timeout_s, batch)
+    work = _with_stack(f"{who} was {'left behind' if pid is None else 'killed'} in it", asked)
+    hang = f"{who} took longer than {timeout_s:g} s (sample_timeout) for a sample of {batch}. "
     scheduler.sample_timed_out(worker_id, ticket, now.sample, work, hang)
     return True

@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shmloader.interruptions import Suppressed
@@ -40,7 +39,7 @@ class WorkerHandle(Outbox):
     def __init__(
         self,
         channel: socket.socket,
-        process: BaseProcess | None = None,
+        process: Any = None,
         shared: tuple[int, Descriptors, Callable[[int], int | None]] | None = None,
     ) -> None:
         super().__init__(channel)
@@ -48,13 +47,10 @@ class WorkerHandle(Outbox):
         if shared is not None:
             self.pid, self._owned, self._exit_code = shared
         else:
-            assert process is not None
-            self.process, self.pid = process, process.pid or 0
-            popen = process._popen  # type: ignore[attr-defined]
-            if isinstance(popen, ForkedProcess):
-                self._owned = popen.owned
-            else:
-                self._owned = Descriptors(map(os.pidfd_open, [self.pid]))
+            self.process, self.pid, popen = process, process.pid, process._popen
+            is_ours = isinstance(popen, ForkedProcess)
+            self._owned = popen.owned if is_ours else Descriptors(map(os.pidfd_open, [self.pid]))
+            self._exit_code = lambda _: process.exitcode
         (self.pidfd,) = self._owned.numbers()
 
     # Messages ----------------------------------------------------------------------------
@@ -77,9 +73,7 @@ class WorkerHandle(Outbox):
     @property
     def exit_code(self) -> int | None:
         """The exit code of a worker that has ended, negative for a signal; None if not known."""
-        code: int | None
-        code = self._exit_code(self.pid) if self.process is None else self.process.exitcode
-        return code
+        return self._exit_code(self.pid)
 
     def send_signal(self, number: int) -> None:
         """Send the process a signal, unless it has ended."""

@@ -1,5 +1,7 @@
 """When the engine looks again at what its workers do, and what a timeout says of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from shmloader.engine.scheduler import Scheduler
@@ -50,6 +52,32 @@ def test_a_worker_that_was_ended_is_replaced_before_the_engine_waits(left_s, end
         assert scheduler.offer([seq]).seq == seq
     assert end_hanging(pool, scheduler, TIMEOUT_S) == wait_s
     assert pool.ended == ended
+    for worker_id in ended:
+        assert scheduler.workers[worker_id].hang == (
+            f"Worker thread {worker_id} took longer than 60 s (sample_timeout) for a sample of "
+            f"batch {worker_id} (index {worker_id}). "
+        )
+        (hung,) = scheduler.tickets[worker_id].hung.values()
+        assert hung == f"Worker thread {worker_id} was left behind in it."
+
+
+STACK = """  File "/home/me/data.py", line 7 in decode
+  File "/home/me/data.py", line 3 in __getitem__
+  File "/site/shmloader/batch/fetch.py", line 1 in load"""
+
+
+def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
+    pool = Threads(-1.0)
+    pool.pid = lambda worker_id: 812
+    pool.ask = lambda worker_id: replace(pool.was_at(0), stack=STACK)
+    scheduler = Scheduler(1, 1, 0, in_order=True, has_queue=True, has_slots=False)
+    ticket = scheduler.offer([0])
+    assert end_hanging(pool, scheduler, TIMEOUT_S) == 0
+    assert ticket.hung[0] == (
+        "Worker 0 (pid 812) was killed in it, the innermost call first:\n"
+        '  File "/home/me/data.py", line 7 in decode\n'
+        '  File "/home/me/data.py", line 3 in __getitem__'
+    )
 
 
 def at_sample(sample: int, *, seq: int = 0, left_s: float) -> AtWork:

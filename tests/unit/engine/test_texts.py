@@ -8,8 +8,6 @@ from shmloader.engine.scheduler import Ticket
 from shmloader.engine.workers import (
     describe_death,
     describe_end,
-    describe_hang,
-    describe_hung_work,
     describe_indices,
     describe_loading,
     describe_restart,
@@ -156,19 +154,12 @@ def test_a_restart_says_what_is_done_again():
 
 
 def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
-    hang = describe_hang(1, 812, 2.5, "batch 5 (indices 4 to 5)")
-    start = (
-        "Worker 1 (pid 812) took longer than 2.5 s (sample_timeout) for a sample of batch 5 "
-        "(indices 4 to 5). A new process replaces worker 1 and loads its unfinished batches again: "
-        "5, 7."
-    )
+    hang = "Worker 1 took longer. "
+    start = "A new process replaces worker 1 and loads its unfinished batches again: 5, 7."
     lost = Worker(1, death=Death(812, -9), unfinished=[5, 7], hang=hang)
-    assert describe_restart(lost, is_resumed=False) == start
-    hang = describe_hang(1, None, 2.5, "the previous epoch")
-    assert describe_restart(Worker(1, hang=hang), is_resumed=False) == (
-        "Worker thread 1 took longer than 2.5 s (sample_timeout) for a sample of the previous "
-        "epoch. A new thread replaces it."
-    )
+    assert describe_restart(lost, is_resumed=False) == hang + start
+    text = describe_restart(Worker(1, hang=hang), is_resumed=False)
+    assert text == f"{hang}A new thread replaces it."
 
 
 def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():
@@ -177,20 +168,3 @@ def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():
     for lost.unfinished, made_again in (([5, 7], "5, 7"), ([], "none")):
         told = describe_restart(lost, is_resumed=False)
         assert told == f"{text} Batches are made again: {made_again}."
-
-
-def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
-    stack = (
-        '  File "/home/me/data.py", line 7 in decode\n'
-        '  File "/home/me/data.py", line 3 in __getitem__\n'
-        '  File "/site/shmloader/batch/fetch.py", line 1 in load'
-    )
-    at_work = AtWork(Phase.LOADING, 0, 3, 2.0, stack)
-    assert describe_hung_work(1, 812, at_work) == (
-        "Worker 1 (pid 812) was killed in it, the innermost call first:\n"
-        '  File "/home/me/data.py", line 7 in decode\n'
-        '  File "/home/me/data.py", line 3 in __getitem__'
-    )
-    assert describe_hung_work(1, None, AtWork(Phase.LOADING, 0, 3, 2.0)) == (
-        "Worker thread 1 was left behind in it."
-    )
