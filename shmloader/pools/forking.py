@@ -78,10 +78,13 @@ class Waker:
         os.eventfd_read(self.fd)
 
 
-def is_readable(fd: int, wait_s: float | None = 0.0) -> bool:
-    """Wait until a descriptor can be read, or a process has ended. A limit of None is none."""
+def is_readable(fd: int, wait_s: float | None = 0.0, events: int = select.POLLIN) -> bool:
+    """Wait until a descriptor can be read, or a process has ended. A limit of None is none.
+
+    With ``events=0``, until the other end has hung up, which is always reported.
+    """
     poll = select.poll()  # select.select() takes no descriptor above 1023
-    poll.register(fd, select.POLLIN)
+    poll.register(fd, events)
     return bool(poll.poll(None if wait_s is None else max(0.0, wait_s) * 1000))
 
 
@@ -231,9 +234,7 @@ class ParentDeathPipe:
         with contextlib.suppress(OSError):  # a sandbox may forbid it: then SIGIO ends this process
             fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
-        poll = select.poll()
-        poll.register(read, 0)  # hanging up is always reported
-        if poll.poll(0):
+        if is_readable(read, events=0):
             os._exit(1)
 
     def close(self) -> None:

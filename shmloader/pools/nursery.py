@@ -34,7 +34,6 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -134,11 +133,8 @@ class Nursery:
     @property
     def is_alive(self) -> bool:
         """Whether the nursery runs, and is this process's."""
-        if self._channel.fileno() < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._channel, 0)  # hanging up is always reported
-        return not poll.poll(0)
+        fd = self._channel.fileno()
+        return fd >= 0 and not is_readable(fd, events=0)
 
     def await_facts(self) -> Facts:
         """Wait until everything is imported. Returns what the nursery says of itself.

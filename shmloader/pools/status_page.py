@@ -10,7 +10,6 @@ import enum
 import faulthandler
 import mmap
 import os
-import select
 import signal
 import struct
 import time
@@ -21,7 +20,7 @@ from typing import Any
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.measurements import read_file
 from shmloader.memory.arena import MEMFD_NAME, map_range
-from shmloader.pools.forking import Descriptors
+from shmloader.pools.forking import Descriptors, is_readable
 
 # A line: phase, epoch, seq, time.monotonic_ns() when the phase began, and _SAMPLE and _HELD.
 _PHASE, _LINE = struct.Struct("=4q"), struct.Struct("=7q")
@@ -39,9 +38,9 @@ RECEIVING, NO_TASK, FIRST_TASK = range(3)
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 
 # A stack comes in many small writes. It is complete when nothing more comes for this long.
-_QUIET_MS = 20
+_QUIET_S = 0.02
 # How long to wait for the first write.
-_STACK_MS = 300
+_STACK_S = 0.3
 
 
 class Phase(enum.IntEnum):
@@ -147,19 +146,17 @@ class StatusPage:
             return replace(at_work, is_stopped=True)
         if at_work.phase is Phase.STARTING:
             return at_work
-        self._receive_stack(0, 0)  # drops what came too late the last time
+        self._receive_stack(0.0, 0.0)  # drops what came too late the last time
         try:
             os.kill(pid, STACK_SIGNAL)
         except ProcessLookupError:
             return at_work
-        return replace(at_work, stack=self._receive_stack(_STACK_MS, _QUIET_MS))
+        return replace(at_work, stack=self._receive_stack(_STACK_S, _QUIET_S))
 
-    def _receive_stack(self, first_ms: int, quiet_ms: int) -> str:
+    def _receive_stack(self, first_s: float, quiet_s: float) -> str:
         """Return the frames that come through the pipe, without the heading above them."""
-        poll = select.poll()
-        poll.register(self._read[0], select.POLLIN)
         data = b""
-        while poll.poll(quiet_ms if data else first_ms):
+        while is_readable(self._read[0], quiet_s if data else first_s):
             data += os.read(self._read[0], 1 << 16)
         return data.decode(errors="replace").partition("\n")[2].rstrip("\n")
 
