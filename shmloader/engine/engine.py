@@ -140,8 +140,7 @@ class Engine:
         self._pool, self._scheduler = pool, scheduler
         self._memory: SlotMemory | None = pool.memory
         self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
-        self._base_seed = base_seed
-        self._watch = watch
+        self._base_seed, self._watch = base_seed, watch
         self.counts = pool.counts
         self.delivery: Ticket | None = None
         self.draw_ns = 0

@@ -319,12 +319,11 @@ class Scheduler:
         """
         worker = self.workers[worker_id]
         worker.hang = log_text
-        is_awaited = ticket is not None and ticket.is_awaited
-        if ticket is not None and is_awaited:
-            ticket.hung = {**(ticket.hung or {}), sample: text}
-        if not self._has_slots:
+        if not self._has_slots:  # a thread
             worker.state, self.is_workers_due = LOST, True
-            if ticket is not None and is_awaited:
+        if ticket is not None and ticket.is_awaited:
+            ticket.hung = {**(ticket.hung or {}), sample: text}
+            if not self._has_slots:
                 self.recalled([ticket.seq])
 
     def recalled(self, seqs: Iterable[int]) -> None:
@@ -399,8 +398,7 @@ class Scheduler:
         tickets of the lost one.
         """
         worker = self.workers[worker_id]
-        worker.state = RUNNING
-        worker.death, worker.hang = None, ""
+        worker.state, worker.death, worker.hang = RUNNING, None, ""
         worker.has_left_epoch = True
         if not self._has_queue:
             self.unsent.extend(self.wanted_of(worker_id))
@@ -487,10 +485,8 @@ class Scheduler:
     @property
     def next_beginnings(self) -> tuple[Checkpoint, ...]:
         """The checkpoints with which the workers' datasets begin the next epoch."""
-        is_iterable = self._is_iterable
-        return tuple(
-            worker.checkpoint.at_next_epoch(is_iterable=is_iterable) for worker in self.workers
-        )
+        checkpoints = (worker.checkpoint for worker in self.workers)
+        return tuple(one.at_next_epoch(is_iterable=self._is_iterable) for one in checkpoints)
 
     def left_epoch(self, worker_id: int, beginning: Checkpoint | None = None) -> None:
         """Record that a worker has finished the epoch that is being left.
@@ -513,12 +509,10 @@ class Scheduler:
         self._drop(self.tickets)
         self.unsent.clear()
         self._unreported = None
-        self._wanted_tickets = 0
         self.tickets_asked = self._tickets_for(self.workers.wanted_count)
         self.epoch += 1
         self._restarts_left = self.restart_limit
-        self._next_seq = 0
-        self._next_worker = 0  # as torch does
+        self._wanted_tickets = self._next_seq = self._next_worker = 0  # this one as torch does
         for worker in self.workers:
             worker.has_stream = True
         self._is_leaving = False

@@ -119,10 +119,6 @@ class Pool(Protocol):
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
 
-    @property
-    def processes(self) -> list[Any]:
-        """The worker processes by number; empty if this process has started none."""
-
     def pid(self, worker_id: int) -> int | None:
         """Return the process id of a worker; None if it is not a process.
 

@@ -135,11 +135,6 @@ class ObjectPool:
         """Whether this is a forked child, which has neither the threads nor the tasks."""
         return os.getpid() != self._owner_pid
 
-    @property
-    def processes(self) -> list[Any]:
-        """An empty list: this process has started none."""
-        return []
-
     def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - nothing to tell
         """Return True: the worker's task was dropped, so it may begin the next epoch's."""
         return True

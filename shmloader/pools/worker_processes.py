@@ -271,8 +271,7 @@ class WorkerProcesses:
             self._receive_all(worker_id, events)
         # One whose last message was that it has left is retired by now.
         dead = [worker_id for worker_id in dead if not self.handles[worker_id].is_lost]
-        for worker_id in dead:
-            worker = self.handles[worker_id]
+        for worker in (self.handles[worker_id] for worker_id in dead):
             self._lose(worker)
             worker.reap(time.monotonic() + KILL_S)
         for worker_id in dead:

@@ -24,7 +24,6 @@ class CallingPool:
         self._wakeup = Wakeup()
         self._pid = os.getpid()
         self._at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
-        self.processes: list[Any] = []
 
     @property
     def is_inherited(self) -> bool:

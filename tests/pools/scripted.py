@@ -67,7 +67,6 @@ class ScriptedPool:
         self.now_s = 100.0
         self.idle = idle
         self.epoch = 0
-        self.processes: list[Any] = []
         self.hanging: dict[int, AtWork] = {}
         self.sent_hung: dict[int, dict[int, str]] = {}
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
