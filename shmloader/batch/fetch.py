@@ -187,7 +187,12 @@ class MapFetcher:
             index = [index]
         elif not self._is_strict and isinstance(index, Iterator):
             index = list(index)  # it may be read twice
-        samples = self._load(index) if is_batch else self._load_each(self._get, index)
+        # Asked for each batch, as torch does.
+        getitems = list_getter(self._dataset) if is_batch and self._loads_lists else None
+        if getitems is None:
+            samples = self._load_each(self._get, index)
+        else:
+            samples = self._load_list(getitems, index)
         if self._report is not None and self._report.failed_count and type(samples) is list:
             samples, index = self._without_skipped(samples, index)
         return self._collate(samples if is_batch else samples[0], index)
@@ -199,12 +204,8 @@ class MapFetcher:
                 self._rng.begin_sample()
         return self._collate(samples, indices)
 
-    def _load(self, indices: Any) -> Any:
-        """Load samples, by one call if the dataset has ``__getitems__``."""
-        # Asked for each batch, as torch does.
-        getitems = list_getter(self._dataset) if self._loads_lists else None
-        if getitems is None:
-            return self._load_each(self._get, indices)
+    def _load_list(self, getitems: Get, indices: Any) -> Any:
+        """Load samples by one call of the dataset's ``__getitems__``."""
         for _, wrap in self._wrappers:
             getitems = functools.partial(wrap, getitems)
         try:
