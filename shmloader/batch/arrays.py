@@ -317,12 +317,10 @@ class Arrays:
         found: list[Any] = [field.at(at) for field in fields]
         if None in found:
             return None
-        empty = FlatLayout(container, keys, ())
-        if self._packer is None or self._writer is None:
-            return empty.contain([_copied(one, None) for one in found])
-        if list in map(type, found):
-            # Texts are pickled. The tensors lie in the slot already.
-            return empty.contain([_copied(one, self._writer) for one in found])
+        if self._packer is None or self._writer is None or list in map(type, found):
+            # A batch with texts is pickled, but its tensors lie in the slot already.
+            copies = [_copied(one, self._writer) for one in found]
+            return FlatLayout(container, keys, ()).contain(copies)
         kinds = [(one.source.dtype, one.source.shape) for one in found]
         is_first = not self._writer.used_bytes
         layout = self._packer.reserve(container, keys, len(indices), kinds)

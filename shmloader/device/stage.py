@@ -86,33 +86,30 @@ def pin_batch(batch: object, device: str | None) -> object:
     Returns:
         A batch of the same structure.
     """
-    small = list(_small_tensors(batch))
+    small: list[torch.Tensor] = []
+    _map_plain(batch, lambda each: small.extend(filter(is_small, [each])), type)
     if not small:
         return pin_memory(batch, device)
     pinned = split_block(pin_block(small), small)
-
-    def rebuild(value: Any) -> Any:
-        if type(value) is torch.Tensor:
-            return next(pinned) if is_small(value) else value.pin_memory()
-        if type(value) is dict:
-            return {key: rebuild(item) for key, item in value.items()}
-        if type(value) is list:
-            return [rebuild(item) for item in value]
-        if type(value) is tuple:
-            return tuple([rebuild(item) for item in value])
-        return pin_memory(value, device)
-
-    return rebuild(batch)
+    return _map_plain(
+        batch,
+        lambda each: next(pinned) if is_small(each) else each.pin_memory(),
+        lambda value: pin_memory(value, device),
+    )
 
 
-def _small_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that share a block, in order: those in Python's own containers."""
-    if type(value) is torch.Tensor:
-        if is_small(value):
-            yield value
-    elif type(value) in {dict, list, tuple}:
-        for item in value.values() if type(value) is dict else value:
-            yield from _small_tensors(item)
+def _map_plain(
+    value: Any, function: Callable[[torch.Tensor], Any], other: Callable[[Any], Any]
+) -> Any:
+    """Apply a function to the tensors in Python's own containers, and ``other`` to what else is."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return function(value)
+    if kind is dict:
+        return {key: _map_plain(item, function, other) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_map_plain(item, function, other) for item in value])
+    return other(value)
 
 
 def is_small(tensor: torch.Tensor) -> bool:

@@ -230,10 +230,6 @@ class SegmentWriter:
             position, view = position + written, view[written:]
         return start
 
-    def append_memory(self, address: int, nbytes: int) -> int:
-        """Append the bytes at an address of this process; the caller keeps them alive."""
-        return self.append((ctypes.c_char * nbytes).from_address(address) if nbytes else b"")
-
     def _check_memory(self, nbytes: int) -> None:
         """Check that there is memory before it is touched."""
         self._granted -= nbytes
@@ -280,7 +276,11 @@ BufferTable = tuple[tuple[Span, ...], list[int]]
 
 def write_buffers(parts: OutOfBand, writer: SegmentWriter) -> BufferTable:
     """Write the buffers and storages that were taken out of a pickle."""
-    return parts.write(writer.append_memory), parts.order
+
+    def put(address: int, nbytes: int) -> int:
+        return writer.append((ctypes.c_char * nbytes).from_address(address))
+
+    return parts.write(put), parts.order
 
 
 def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:

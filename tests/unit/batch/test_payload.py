@@ -30,15 +30,7 @@ def descriptors() -> set[str]:
 
 
 class Squares:
-    """A dataset with a lock and a counter that are shared with the test."""
-
-    def __init__(self, lock, counter):
-        self.lock = lock
-        self.counter = counter
-        self.tensor = torch.arange(5)
-
-    def __getitem__(self, index):
-        return index * index
+    """A class that can be imported."""
 
 
 def adder(number):
@@ -47,25 +39,6 @@ def adder(number):
 
 def double(value):
     return 2 * value
-
-
-def worker(received, channel):
-    """Load the payload and report on it. Runs in a process of its own."""
-    dataset, function, extra = received.load()
-    was_free = dataset.lock.acquire(block=False)
-    with dataset.counter.get_lock():
-        dataset.counter.value += 1
-    found = {
-        "by_value": received.by_value,
-        "class": type(dataset).__qualname__,
-        "sample": dataset[4],
-        "tensor": dataset.tensor.tolist(),
-        "lock was free": was_free,
-        "function": function(21),
-        "extra": extra,
-    }
-    channel.send(found)
-    channel.close()
 
 
 @pytest.fixture(autouse=True)
