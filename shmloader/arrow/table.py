@@ -65,7 +65,7 @@ class ArrowTable(Dataset[dict[str, Any]]):
             if not source:
                 raise ValueError("ArrowTable needs the path of at least one file")
         from shmloader.arrow import columns as reading  # noqa: PLC0415 - import pyarrow
-        from shmloader.arrow import files
+        from shmloader.arrow import files  # noqa: PLC0415
         from shmloader.arrow.buffers import UnreadableError  # noqa: PLC0415
 
         self.table = table = files.open_table(source, columns)
