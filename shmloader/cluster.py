@@ -47,12 +47,8 @@ class _ClusterExecutor(concurrent.futures.Executor):
         """Return why the cluster brings no more results; "" if it does."""
         raise NotImplementedError
 
-    def _start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Submit a call to the cluster, and return what the cluster calls its future."""
-        raise NotImplementedError
-
-    def _follow(self, started: Any, future: _Future) -> None:
-        """Have a call's outcome passed to its future."""
+    def _start(self, future: _Future, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Submit a call to the cluster, and have its outcome passed to a future."""
         raise NotImplementedError
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _Future:
@@ -69,10 +65,9 @@ class _ClusterExecutor(concurrent.futures.Executor):
             if self._is_shut_down:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._fail_if_gone()
-            started = self._start(fn, *args, **kwargs)
-            future = _Future()
+            future = _Future()  # no other code has it yet, so no callback runs under the lock
+            self._start(future, fn, *args, **kwargs)
             self._futures.add(future)
-        self._follow(started, future)
         return future
 
     def _fail_if_gone(self) -> None:
@@ -137,11 +132,9 @@ class DaskExecutor(_ClusterExecutor):
         # A client that is closing accepts calls, and drops them.
         return _LEFT_DASK if self._client.status in ("closing", "closed") else ""
 
-    def _start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._client.submit(fn, *args, **{**self._options, **kwargs})
-
-    def _follow(self, started: Any, future: _Future) -> None:
+    def _start(self, future: _Future, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         client = self._client
+        started = client.submit(fn, *args, **{**self._options, **kwargs})
 
         async def pass_on() -> None:  # in the client's event loop
             try:
@@ -214,11 +207,9 @@ class RayExecutor(_ClusterExecutor):
         # A call would start a cluster. Ray raises if another thread is leaving the cluster.
         return "" if attempt(self._find_cluster) == self._cluster else _LEFT_RAY
 
-    def _start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._function.remote(fn, *args, **kwargs)
-
-    def _follow(self, started: Any, future: _Future) -> None:
-        started.future().add_done_callback(functools.partial(_pass_on, future))
+    def _start(self, future: _Future, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        started = self._function.remote(fn, *args, **kwargs).future()
+        started.add_done_callback(functools.partial(_pass_on, future))
 
     def share(self, value: Any) -> Any:
         """Put a value into Ray's store. Returns an ``ObjectRef``, an argument for :meth:`submit`.

@@ -20,7 +20,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 _Result = TypeVar("_Result")
@@ -99,12 +99,7 @@ class Suppressed:
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Return whether an exception is suppressed."""
         return isinstance(error, self._kinds) and not is_interruption(error)
 
@@ -134,12 +129,8 @@ def probe(value: object, name: str, default: object = None) -> Any:
     This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
     for an unknown name, which never shows with torch's loader.
     """
-    try:
-        return getattr(value, name, default)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return default  # whatever was raised, the object has no such attribute
+    found = attempt(getattr, value, name, default)
+    return default if isinstance(found, Caught) else found  # after an error, it has none
 
 
 class Wakeup:

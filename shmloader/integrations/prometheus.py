@@ -11,7 +11,8 @@ Guarantees:
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -27,56 +28,37 @@ from shmloader.sampling.arguments import Ranks
 
 _LABELS = ("loader", "rank")
 
-# The metrics: names without "shmloader_" and "_total", texts, and values. A value of several parts
-# is a tuple with a name for each, which is the value of one more label.
-_COUNTERS: dict[str, tuple[str, Callable[[LoaderStats], Any]]] = {
-    "epochs": ("Epochs begun.", lambda stats: stats.epochs),
-    "batches": ("Batches delivered.", lambda stats: stats.batches),
-    "samples": ("Samples delivered.", lambda stats: stats.samples),
-    "delivered_bytes": ("Bytes of the delivered batches.", lambda stats: stats.nbytes),
-    "elapsed_seconds": (
-        "Seconds from iter() to the last return of next(), over all epochs.",
-        lambda stats: stats.elapsed_s,
-    ),
-    "wait_seconds": (
-        "Seconds that the consumer waited, by where the next batch was.",
-        lambda stats: stats.wait.causes,
-    ),
-    "stage_seconds": (
-        "Seconds that the delivered batches spent in each stage; its rate is a queue's length.",
-        lambda stats: stats.stages,
-    ),
-    "worker_busy_seconds": (
-        "Seconds that workers were loading.",
-        lambda stats: sum(worker.busy_s for worker in stats.workers),
-    ),
-    "copied_batches": (
-        "Batches copied out of their slots, since the consumer held too many.",
-        lambda stats: stats.slots.copied,
-    ),
-    "failures": (
-        "Samples left out or replaced, and batches that raised.",
-        lambda stats: stats.failures,
-    ),
-    "worker_restarts": ("Workers that were replaced.", lambda stats: stats.restarts),
+# The metrics: names without "shmloader_" and "_total", texts, and attributes of the statistics, of
+# which those of workers are added up. A value of several parts is a tuple with a name for each,
+# which is the value of one more label.
+_COUNTERS = {
+    "epochs": ("Epochs begun.", "epochs"),
+    "batches": ("Batches delivered.", "batches"),
+    "samples": ("Samples delivered.", "samples"),
+    "delivered_bytes": ("Bytes of the delivered batches.", "nbytes"),
+    "elapsed_seconds": ("Seconds from iter() to the last next(), over all epochs.", "elapsed_s"),
+    "wait_seconds": ("Seconds that the consumer waited, by the next batch's place.", "wait.causes"),
+    "stage_seconds": ("Seconds of batches in each stage; its rate is a queue's length.", "stages"),
+    "worker_busy_seconds": ("Seconds that workers were loading.", "workers.busy_s"),
+    "copied_batches": ("Batches copied, since the consumer held too many.", "slots.copied"),
+    "failures": ("Samples left out or replaced, and batches that raised.", "failures"),
+    "worker_restarts": ("Workers that were replaced.", "restarts"),
 }
-_GAUGES: dict[str, tuple[str, Callable[[LoaderStats], Any]]] = {
-    "workers": ("Number of workers.", lambda stats: stats.num_workers),
-    "slots": ("Most slots of an epoch.", lambda stats: stats.slots.count),
-    "shared_memory_max_bytes": (
-        "Most shared memory that all slots of an epoch took.",
-        lambda stats: stats.slots.nbytes,
-    ),
-    "worker_memory_bytes": (
-        "Memory of all workers, with their share of shared pages.",
-        lambda stats: sum(worker.pss_bytes or 0 for worker in stats.workers),
-    ),
-    "free_memory_bytes": (
-        "Memory that the process may still take.",
-        lambda stats: stats.machine.free_bytes,
-    ),
+_GAUGES = {
+    "workers": ("Number of workers.", "num_workers"),
+    "slots": ("Most slots of an epoch.", "slots.count"),
+    "shared_memory_max_bytes": ("Most memory that all slots of an epoch took.", "slots.nbytes"),
+    "worker_memory_bytes": ("Memory of workers, with parts of shared pages.", "workers.pss_bytes"),
+    "free_memory_bytes": ("Memory that the process may still take.", "machine.free_bytes"),
 }
 _PARTS = {"wait_seconds": "cause", "stage_seconds": "stage"}
+
+
+def _value_of(stats: LoaderStats, path: str) -> Any:
+    part, _, name = path.partition(".")
+    if part == "workers":
+        return sum(getattr(worker, name) or 0 for worker in stats.workers)
+    return attrgetter(path)(stats)
 
 
 class Export:
@@ -129,20 +111,20 @@ class LoaderCollector(Collector):
         return self._collect([(export, *found) for export, found in read if found is not None])
 
     def _collect(self, read: list[tuple[Export, tuple[str, str], LoaderStats]]) -> Iterator[Any]:
-        for name, (text, value_of) in _COUNTERS.items():
+        for name, (text, path) in _COUNTERS.items():
             part = _PARTS.get(name)
             labels = (*_LABELS, part) if part else _LABELS
             counter = CounterMetricFamily(f"shmloader_{name}", text, labels=labels)
             for export, of, stats in read:
-                value = value_of(stats)
+                value = _value_of(stats, path)
                 for which, one in value._asdict().items() if part else [("", value)]:
                     labelled = [*of, which][: len(labels)]
                     counter.add_metric(labelled, export.count((name, which), one))
             yield counter
-        for name, (text, value_of) in _GAUGES.items():
+        for name, (text, path) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"shmloader_{name}", text, labels=_LABELS)
             for _, of, stats in read:
-                if (value := value_of(stats)) is not None:
+                if (value := _value_of(stats, path)) is not None:
                     gauge.add_metric(of, value)
             yield gauge
 
