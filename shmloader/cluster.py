@@ -96,7 +96,11 @@ class _ClusterExecutor(concurrent.futures.Executor):
         if cancel_futures:
             for future in futures:
                 future.cancel()
-        while wait and concurrent.futures.wait(futures, CHECK_S).not_done:
+        while wait:
+            # For wait(), a cancelled future is not done until its executor says so.
+            left = [future for future in futures if not future.cancelled()]
+            if not concurrent.futures.wait(left, CHECK_S).not_done:
+                break
             self.check()
 
 

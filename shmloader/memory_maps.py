@@ -40,12 +40,8 @@ def reduce_memory_map(array: "np.memmap[Any, Any]") -> Any:
     if array.dtype.hasobject:
         return NotImplemented
     kept = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-    return as_memory_map, (np.array(array, order=kept, subok=False),)  # type: ignore[call-overload]
-
-
-def as_memory_map(array: "np.ndarray[Any, Any]") -> "np.memmap[Any, Any]":
-    """Return the array as a memory map. Called by pickle, in the worker."""
-    return array.view(np.memmap)
+    data = np.array(array, order=kept, subok=False)  # type: ignore[call-overload]
+    return np.ndarray.view, (data, np.memmap)
 
 
 def open_memory_map(

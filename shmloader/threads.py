@@ -92,7 +92,8 @@ class BackgroundThread:
             Whether the thread no longer uses anything: it has ended, was never started, or is
             parked for good.
         """
-        if self._thread.ident is None or self.is_parked_for_good:
+        is_parked_for_good = PROCESS.threads.is_exiting and self._is_parked
+        if self._thread.ident is None or is_parked_for_good:
             return True
         if not may_wait() or not self._end.wait(timeout_s):
             return self._end.is_set
@@ -108,11 +109,6 @@ class BackgroundThread:
         """The kernel's id of the thread; None while the thread does not run."""
         thread = self._thread
         return None if self._end.is_set else thread.native_id
-
-    @property
-    def is_parked_for_good(self) -> bool:
-        """Whether the interpreter is exiting, so that the parked thread will never continue."""
-        return PROCESS.threads.is_exiting and self._is_parked
 
     def _run(self) -> None:
         threads, ident = PROCESS.threads, threading.get_ident()

@@ -98,14 +98,6 @@ class StageConfig:
         return self.name if self.kind in ("source", "aggregate") else f"stage '{self.name}'"
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether results leave in the order of the items.
-
-        With ``concurrency`` 1 they do, even from a worker process: it takes one item after another.
-        """
-        return self.in_order or self.concurrency == 1
-
-    @property
     def capacity(self) -> int:
         """Items that may be in this stage: those in work, and results that wait to leave."""
         return self.concurrency * (_JOBS_PER_PROCESS if self.kind == "process" else 1)

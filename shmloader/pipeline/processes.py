@@ -171,11 +171,6 @@ class ProcessExecutor(OwnThread):
         if following is not None:
             self._jobs.append(following)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether no further task can run, since a worker has died."""
-        return self.engine.is_closed
-
     def put(self, job: Job) -> None:
         """Have a worker run a job. From any thread."""
         self._jobs.append(job)
@@ -256,17 +251,16 @@ class Executors:
     def _get(self, key: Any) -> Any:
         """Return an executor, after it was started if it was missing."""
         if key not in self._running:
-            makers: dict[str, Callable[[], Any]] = {
-                "device": functools.partial(DeviceExecutor, self._destination),
-                "coroutine": functools.partial(LoopExecutor, "shmloader_loop"),
-                "executor": functools.partial(LoopExecutor, "shmloader_submit"),
-                "thread": functools.partial(
-                    ThreadExecutor, "shmloader_pipe", self._config.num_threads
-                ),
-                "source": functools.partial(ThreadExecutor, "shmloader_source", 1),
-            }
-            # It is listed before it starts: no thread may start unlisted.
-            made = self._running[key] = makers[key]()
+            made: Any
+            if key == "device":
+                made = DeviceExecutor(self._destination)
+            elif key in ("coroutine", "executor"):
+                made = LoopExecutor("shmloader_" + ("loop" if key == "coroutine" else "submit"))
+            elif key == "thread":
+                made = ThreadExecutor("shmloader_pipe", self._config.num_threads)
+            else:
+                made = ThreadExecutor("shmloader_source", 1)
+            self._running[key] = made  # before it starts: no thread may start unlisted
             made.start()
         return self._running[key]
 
@@ -274,7 +268,8 @@ class Executors:
         """Start the workers, unless all run: before the first thread of the pipeline."""
         stages = self._config.stages
         indices = [index for index, stage in enumerate(stages) if stage.kind == "process"]
-        if all(index in self._running and not self._running[index].is_broken for index in indices):
+        running = [self._running[index] for index in indices if index in self._running]
+        if len(running) == len(indices) and not any(one.engine.is_closed for one in running):
             return
         self.end()
         for index in indices:

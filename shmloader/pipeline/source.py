@@ -101,7 +101,8 @@ def why_not_resumable(config: PipelineConfig) -> str:
             "load_state_dict()"
         )
     for stage in config.stages:
-        if not stage.keeps_order:
+        # A single worker process, too, takes one item after another.
+        if not (stage.in_order or stage.concurrency == 1):
             return (
                 f"{stage.title} of the pipeline passes results on as they are ready, so a "
                 "position does not tell which items came before: give the stage "
