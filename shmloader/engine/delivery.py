@@ -3,10 +3,9 @@
 Checkpoints are kept of an iterable dataset, whose iterators are called streams, and of a map-style
 dataset that has a state of its own: one for each worker, or one without workers.
 
-An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
-workers' records (:mod:`shmloader.engine.records`); a worker's replacement resumes from it. The
-other is :class:`DatasetCheckpoints`. It follows the batches that the user has received, and the
-loader's state is made from it.
+An epoch with workers has two sets of checkpoints. One follows the workers' answers, in
+their records (:mod:`shmloader.engine.records`); a worker's replacement resumes from it. The other
+is :class:`DatasetCheckpoints`: it follows what the user has received, and makes the loader's state.
 
 With ``in_order``, batches are delivered round-robin over the workers, skipping those whose streams
 have ended, however fast each worker is. So the checkpoints and the number of the next worker

@@ -1,9 +1,8 @@
 """Counts and lists bad samples in the main process, and says when there are too many.
 
-The report on a batch's samples is counted when the batch is delivered (or left out, or an exception
-is raised in its place), in the order of delivery. So the counts of an epoch do not depend on which
-worker was faster. Methods return the error to raise, since the caller has to close the iterator
-before it raises.
+A report on a batch's samples is counted in the order of delivery, so the counts of an epoch do not
+depend on which worker was faster. Methods return the error to raise, since the caller has to close
+the iterator before it raises.
 """
 
 import collections

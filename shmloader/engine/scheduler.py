@@ -21,11 +21,9 @@ rules: with ``in_order``, ticket i goes to worker i mod n, and workers whose str
 skipped. Without it, the ticket goes to the next worker in turn that has less than its share of the
 window. The readings of a stream of shards name their worker themselves.
 
-Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
-The resulting actions stay in the scheduler until the engine performs them: tasks by ``unsent``,
-tickets to draw by :meth:`pop_wanted_tickets`, workers by the worker table, and the next batch by
-:meth:`first`. So no decision is lost when an exception ends the call in which the engine would
-have acted on it.
+Each event has one method. The resulting actions stay in the scheduler until the engine performs
+them, so that no exception loses one: tasks by ``unsent``, tickets to draw by
+:meth:`pop_wanted_tickets`, workers by the worker table, and the next batch by :meth:`first`.
 
 The module is long because tickets, slots and workers change together: one event, such as a worker's
 death, changes all three and the order of delivery.

@@ -112,8 +112,6 @@ class ExecutorPool(ObjectPool):
         self._reference: Any = None
         self._pids: dict[int, int] = {}
 
-    # Tasks -------------------------------------------------------------------------------
-
     def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Submit a ticket's task."""
         # Pickling the user's keys may raise anything.
@@ -154,8 +152,6 @@ class ExecutorPool(ObjectPool):
                 attempt(sent.future.cancel)  # the executor may be gone
         return [*dropped]
 
-    # Events ------------------------------------------------------------------------------
-
     def poll(self, worker_id: int, events: Any) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
         return sum(self._report(sent, events) for sent in self._done) > 0
@@ -177,8 +173,6 @@ class ExecutorPool(ObjectPool):
         """The tasks with something to report."""
         tasks = self._tasks.copy().values()
         return [one for one in tasks if one.future is None or one.future.done()]
-
-    # Answers -----------------------------------------------------------------------------
 
     def _report(self, sent: _Sent, events: Any) -> bool:
         """Report on a task that is done. Returns False if it is sent again with the payload."""
@@ -220,8 +214,6 @@ class ExecutorPool(ObjectPool):
                     return
                 self._reference = contents
         self._submit(sent, contents)
-
-    # Workers -----------------------------------------------------------------------------
 
     def pid(self, worker_id: int) -> int:
         """Return the process id, on its machine, of the process that answered last for a worker."""

@@ -53,8 +53,6 @@ class WorkerHandle(Outbox):
             self._exit_code = lambda _: process.exitcode
         (self.pidfd,) = self._owned.numbers()
 
-    # Messages ----------------------------------------------------------------------------
-
     def receive(self) -> bytes | None:
         """Return the next message, if one is there. Does not sleep."""
         try:
@@ -67,8 +65,6 @@ class WorkerHandle(Outbox):
         with Suppressed(OSError):  # the worker is gone, or the socket is shut down already
             self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
-
-    # Process -----------------------------------------------------------------------------
 
     @property
     def exit_code(self) -> int | None:

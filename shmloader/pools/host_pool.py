@@ -155,21 +155,17 @@ class SharedWorkers:
     page: Any = None
 
     def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
-        self._pool: Any = pool  # None once closed
+        # None once closed: the pool, and the process that owns the workers.
+        self._pool: Any = pool
+        self.nursery: Any = pool.nursery
         self._functions, self._tasks = functions, tasks
         self._payloads: list[Payload] = []
         self._channel: socket.socket | None = None
 
     @property
-    def nursery(self) -> Nursery:
-        """The process that owns the workers."""
-        nursery: Nursery = self._pool.nursery
-        return nursery
-
-    @property
     def lost(self) -> str:
         """Why all workers have ended at once; "" unless they have."""
-        if self._pool is None or self.nursery.is_alive:
+        if self.nursery is None or self.nursery.is_alive:
             return ""
         return (
             f"Process {self.nursery.pid}, which owns the workers of this host "
@@ -220,7 +216,7 @@ class SharedWorkers:
             payload.close()
         if self.page is not None:
             self.page.close()
-        self._pool = None
+        self._pool = self.nursery = None
 
 
 class SharedAdapter:

@@ -1,9 +1,9 @@
 """The nursery: a process that imports the program and torch once, and then forks workers.
 
 Under "spawn" and "forkserver" each worker would import torch by itself, which takes seconds of a
-core's time and 150 MB of memory for each. Here one fresh interpreter does it. It is started as
-multiprocessing's "spawn" starts a process, with the same environment, directory, ``sys.path``,
-``sys.argv`` and main module, and so are its workers. Each worker loads its own dataset::
+core's time and 150 MB of memory. Here one fresh interpreter does it, with the environment,
+directory, ``sys.path``, ``sys.argv`` and main module that "spawn" gives a process. Workers load
+their own datasets::
 
     main process, or a rank                       nursery
     ───────────────────────                       ───────

@@ -57,8 +57,6 @@ class ProcessPool(WorkerProcesses):
         self.counts = self.memory.counts
         super().__init__(starter, tasks.queue, count, may_replace=may_replace, grace_s=grace_s)
 
-    # Tasks -------------------------------------------------------------------------------
-
     def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Send a ticket's task."""
         slot_id, memory, bits = ticket.slot_id, self.memory, TASK
@@ -118,8 +116,6 @@ class ProcessPool(WorkerProcesses):
         for piece in messages.pieces(messages.pack(message)):
             if not worker.send(piece):
                 self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
-
-    # Events ------------------------------------------------------------------------------
 
     def poll(self, worker_id: int, events: Any) -> bool:
         """Report what was answered, if a message is here or about to arrive."""
@@ -190,8 +186,6 @@ class ProcessPool(WorkerProcesses):
         slot = memory.mapped(slot_id, end)
         memory.recent_bytes = max(memory.recent_bytes, end)
         return bytes(slot.memory[offset:end])
-
-    # Workers -----------------------------------------------------------------------------
 
     def leave(self, worker_id: int) -> None:
         """Have a worker receive no more tasks from the queue."""

@@ -19,8 +19,6 @@ Guarantees:
 
 These threads do not pause while the process forks elsewhere: waiting for a slow sample would delay
 each start of a worker by seconds. They hold no lock of ours that a child would use.
-
-The module is long because threads and pool share the rules by which both end.
 """
 
 import collections

@@ -1,8 +1,7 @@
 """Makes a worker's dataset ready, loads from it, resumes it, and takes its state.
 
-It runs in a worker process, or in a process of an executor, on the thread that makes batches. If
-the user's code raises an exception while the dataset is made ready or resumed, this exception
-answers every task of the epoch, in the order of the tasks.
+It runs in a worker process, or in a process of an executor, on the thread that makes batches. What
+the user's code raises while the dataset is made ready or resumed answers every task of the epoch.
 """
 
 import functools
@@ -89,8 +88,6 @@ class WorkerDataset:
         # Where the dataset is resumed.
         self._checkpoint = Checkpoint()
 
-    # Getting ready -----------------------------------------------------------------------
-
     def open(self, dataset: Any, collate_fn: Any, on_error: OnError, *, by_value: bool) -> None:
         """Take the dataset, after ``worker_init_fn``, and the functions."""
         self._dataset, self._collate_fn, self._on_error = dataset, collate_fn, on_error
@@ -166,8 +163,6 @@ class WorkerDataset:
             maker.fetcher.resume(saved)
         return maker
 
-    # Resuming ----------------------------------------------------------------------------
-
     def resume(self, checkpoint: Checkpoint) -> None:
         """Resume where a predecessor or an earlier run stopped. Called before the first task."""
         self._checkpoint = checkpoint
@@ -215,8 +210,6 @@ class WorkerDataset:
         except BaseException:
             self._lose()
             raise
-
-    # Loading -----------------------------------------------------------------------------
 
     def load(self, indices: object, epoch: int | None) -> Any:
         """Make a task's batch.
