@@ -375,11 +375,9 @@ class _Worker:
         start, pid = self._start, os.getpid()
         functions: list[Any] = []
         try:
-            try:
-                self._dataset, init_fn, *functions = payload.load()
-            finally:
-                # After loading, since modules that it imports may seed the generators or draw.
-                seed = seed_worker(start.base_seed, start.worker_id)
+            self._dataset, init_fn, *functions = payload.load()
+            # After loading, since modules that it imports may seed the generators or draw.
+            seed = seed_worker(start.base_seed, start.worker_id)
             introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
             self._by_value = payload.by_value
         except BaseException:  # noqa: BLE001 - it answers every task
