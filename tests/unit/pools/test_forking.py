@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmloader.pools.forking import Descriptors, ParentDeathPipe, sigint_blocked
-from shmloader.pools.handle import WorkerHandle
+from shmloader.pools.handle import WorkerHandle, end_unused
 from shmloader.pools.status_page import StatusPage
 
 
@@ -116,3 +116,17 @@ def test_a_child_forked_within_close_closes_nothing_twice(make, monkeypatch):
     monkeypatch.setattr(Descriptors.close_all, "__defaults__", (close_and_fork,))
     owner.close()
     assert codes == [0]
+
+
+def test_a_worker_that_ranks_share_goes_on_when_one_of_them_leaves_it_as_it_starts():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        theirs.recv(1)  # until the rank hangs up
+        os._exit(7)
+    theirs.close()
+    owned = Descriptors([os.pidfd_open(pid)])
+    end_unused(WorkerHandle(ours, shared=(pid, owned, lambda _: None)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert not owned
