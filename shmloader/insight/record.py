@@ -6,6 +6,7 @@ needs at one moment is a single value, so that it counts each call and each epoc
 
 import itertools
 import json
+import operator
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ _FACTS = (
     "epoch", "kind", "num_workers", "persistent_workers", "in_order", "is_auto",
     "fetch_concurrency", "has_transform", "is_over",
 )  # fmt: skip
+_facts_of = operator.attrgetter(*_FACTS)
 
 Event = dict[str, Any]
 
@@ -75,10 +77,11 @@ class Record:
     calls: tuple[Sums | None, list[bytes]] = field(default_factory=lambda: (None, []))
     _final: Sums | None = None
     _at_start: Sums | None = None
-    _consumer: int = field(default_factory=threading.get_native_id)
+    _consumer: int = 0
 
     def __post_init__(self) -> None:
         if self.kind != "in-process":  # such epochs may be many and short
+            self._consumer = threading.get_native_id()
             self._at_start = self._read()
 
     def add(self, asked_ns: int, received_ns: int, draw_ns: int, times: Any, about: Any) -> None:
@@ -130,7 +133,7 @@ class Record:
             for name, before in self._at_start.added.items():
                 if name in sums.added:  # less than before is the time of a worker's replacement
                     sums.added[name] = max(0, sums.added[name] - before)
-        sums.newest |= {name: getattr(self, name) for name in _FACTS}
+        sums.newest.update(zip(_FACTS, _facts_of(self), strict=True))
         return sums
 
     def _read(self, *, thoroughly: bool = False) -> Sums:
