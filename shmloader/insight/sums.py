@@ -121,7 +121,7 @@ class Sums:
     """
 
     def __init__(self) -> None:
-        self.added: collections.Counter[Any] = collections.Counter()
+        self.added: dict[Any, int] = collections.defaultdict(int)
         self.most: dict[str, int] = {}
         self.newest: dict[Any, Any] = {}
         self.waits = Histogram()
@@ -141,9 +141,13 @@ class Sums:
         for name, value in values.items():
             self.most[name] = max(value, self.most.get(name, 0))
 
+    def _add_all(self, more: dict[Any, int]) -> None:
+        for name, value in more.items():
+            self.added[name] += value
+
     def merge(self, later: Self) -> None:
         """Add a later epoch's sums. The time between the two epochs is left out."""
-        self.added.update(later.added)
+        self._add_all(later.added)
         self.waits.update(later.waits)
         self.set_most(**later.most)
         self.newest |= later.newest | {"epoch": None}
@@ -177,8 +181,8 @@ class Sums:
             return
         stages = stages_of(table, stage, self._turn_ns, in_order=in_order)
         self._turn_ns = max(self._turn_ns, int(table["arrived"].max()))
-        added.update({("stage", name): int(spent.sum()) for name, spent in stages.items()})
-        added.update({name: int(table[name].sum()) for name in ("samples", "nbytes")})
+        self._add_all({("stage", name): int(spent.sum()) for name, spent in stages.items()})
+        self._add_all({name: int(table[name].sum()) for name in ("samples", "nbytes")})
         added["batches"] += len(table["asked"])
         worker_ids = np.flatnonzero(np.bincount(table["worker"])).tolist()
         self._add_waits(table, stage, worker_ids)
@@ -226,7 +230,7 @@ class Sums:
         waits["draw"] = int(np.minimum(table["draw"], spent[6] + spent[8]).sum())
         waits[stage] = waits.pop("stage")
         waits.pop("build", None)  # which is what is left of all waiting
-        self.added.update({("wait", name): spent_ns for name, spent_ns in waits.items()})
+        self._add_all({("wait", name): spent_ns for name, spent_ns in waits.items()})
 
     def _add_workers(self, table: Table, worker_ids: list[int]) -> None:
         busy = table["done"] - table["began"]
