@@ -202,11 +202,6 @@ def may_wait() -> bool:
     return threading.get_ident() not in PROCESS.threads.unwilling
 
 
-def is_exiting() -> bool:
-    """Return whether the interpreter is exiting, so that our threads are parked for good."""
-    return PROCESS.threads.is_exiting
-
-
 def _await_all(threads: set[BackgroundThread], *, is_exit: bool = False) -> None:
     for thread in threads:
         thread.wake()

@@ -91,10 +91,7 @@ class NumberField(_BufferField):
 
     def _find(self, rows: Rows) -> _Array:
         """Return where the numbers of these rows lie in ``values``."""
-        chunks = self._chunks
-        if len(chunks.items) == 1:
-            return rows.array  # the first number is that of row 0
-        at: _Array = rows.array + self._bases[rows.find(chunks.starts, chunks.identity)]
+        at: _Array = rows.array + self._bases[rows.find(self._chunks)]
         return at
 
     def __getitem__(self, rows: _Array) -> _Array:
@@ -155,7 +152,7 @@ class ListField(_BufferField):
             found: _Array = np.empty((2, len(rows.array)), np.int64)
             length = find_lists(rows.array, self._table, *self._offsets, found)
             return found[0], found[1], None if length < 0 else length
-        chunk = rows.find(self._chunks.starts, self._chunks.identity)
+        chunk = rows.find(self._chunks)
         at = rows.array + self._bases[chunk]
         if self._size is not None:
             begins = at * self._size + self._firsts[chunk]

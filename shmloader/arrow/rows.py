@@ -18,20 +18,17 @@ class Rows:
         self.array = array
         self._found: dict[bytes, _Array] = {}
 
-    def find(self, starts: _Array, identity: bytes) -> Any:
-        """Return the number of each row's chunk; 0 if there is only one chunk.
+    def find(self, chunks: Any) -> Any:
+        """Return which of a column's chunks (:mod:`shmloader.arrow.buffers`) has each row.
 
-        Args:
-            starts: The first row of each chunk.
-            identity: Something that is equal for columns whose chunks have the same first rows.
+        0 if there is only one chunk.
         """
-        if len(starts) == 1:
+        if len(chunks.starts) == 1:
             return 0
-        found = self._found.get(identity)
-        if found is None:
-            found = np.searchsorted(starts, self.array, side="right") - 1
-            self._found[identity] = found
-        return found
+        if chunks.identity not in self._found:
+            found = np.searchsorted(chunks.starts, self.array, side="right") - 1
+            self._found[chunks.identity] = found
+        return self._found[chunks.identity]
 
 
 class RowMap:

@@ -47,7 +47,8 @@ from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
 from shmloader.pools.answers import Answer, ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads import BackgroundThread, is_exiting, may_wait
+from shmloader.process_state import PROCESS
+from shmloader.threads import BackgroundThread, may_wait
 
 # How long close() waits for threads that may be loading a sample.
 _JOIN_S = 5.0
@@ -325,7 +326,7 @@ class ThreadPool(ObjectPool):
         Raises:
             ClosedLoaderError: If the interpreter is exiting. A daemon thread blocks for ever then.
         """
-        if is_exiting():
+        if PROCESS.threads.is_exiting:
             if threading.current_thread().daemon:
                 threading.Event().wait()
             raise ClosedLoaderError(

@@ -136,7 +136,7 @@ def test_a_thread_that_is_parked_only_at_the_exit_runs_during_a_fork(monkeypatch
         wait_until(lambda: loader.count > before)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     threads._park_for_good()
-    assert threads.is_exiting()
+    assert PROCESS.threads.is_exiting
     wait_until(lambda: stands_still(loader))
     assert loader.join(0), "nobody waits for it"
     monkeypatch.undo()
