@@ -81,7 +81,8 @@ if TYPE_CHECKING:
     from shmloader.host import share_on_host
     from shmloader.insight.stats import LoaderStats
     from shmloader.installing import InstallReport, install, installed, uninstall
-    from shmloader.loader.dataloader import CachedBatches, DataLoader
+    from shmloader.loader.cached import CachedBatches
+    from shmloader.loader.dataloader import DataLoader
     from shmloader.loader.sharded import ShardedDataLoader
     from shmloader.memory.writer import empty
     from shmloader.pipeline.builder import PipelineBuilder, PipelineDataLoader
@@ -110,7 +111,7 @@ __all__ = [
 # Where the names are that are imported when somebody asks for them. The modules set __module__ of
 # these classes to this one, so that ``repr``, ``help`` and pickles name it.
 _HOMES = {
-    "CachedBatches": "loader.dataloader",
+    "CachedBatches": "loader.cached",
     "DataLoader": "loader.dataloader",
     "InstallReport": "installing",
     "LoaderStats": "insight.stats",

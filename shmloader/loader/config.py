@@ -1,7 +1,7 @@
 """What an iterator gets from its loader: the arguments, and the parts that its iterators share.
 
-Users may set the attributes of a loader between epochs. So each iterator makes a
-:class:`LoaderConfig` of them when it begins, and passes it on. Worker processes get the settings
+Users may set the attributes of a loader between epochs. So :func:`config_of` makes a
+:class:`LoaderConfig` of them when an iterator begins. Worker processes get the settings
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
@@ -13,15 +13,18 @@ import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from shmloader.batch.arrays import is_plain_data, may_be_columns
 from shmloader.batch.fetch import FetchConfig, list_getter
 from shmloader.engine.delivery import DatasetCheckpoints, StateCost
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
 from shmloader.interruptions import Suppressed
-from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
+from shmloader.loader.options import DEFAULTS, WorkerScope, read_options, slot_share
+from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import Ranks
-from shmloader.sampling.hooks import DatasetEpoch
+from shmloader.sampling.hooks import DatasetEpoch, seekable
+from shmloader.sampling.seeded_order import SeededOrder
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
     from shmloader.device.device import Destination
@@ -49,7 +52,7 @@ class Sharing(NamedTuple):
 
 
 class LoaderConfig(SimpleNamespace):
-    """The arguments of a loader as an epoch uses them, checked and parsed. No code changes them.
+    """The arguments of a loader as an epoch uses them, checked and parsed. An iterator keeps them.
 
     Besides, there are the following attributes.
 
@@ -182,6 +185,89 @@ class LoaderConfig(SimpleNamespace):
 
 for _name, _default in DEFAULTS.items():
     setattr(LoaderConfig, _name, _default)
+
+
+def config_of(loader: Any) -> LoaderConfig:
+    """Return the arguments of a loader as its attributes are now, for an iterator that begins.
+
+    Raises:
+        TypeError, ValueError: If one is wrong, or cannot be combined with another one.
+    """
+    values, sharing, parts = read_options(loader), loader._sharing, loader._parts
+    saves_dataset, interval = loader._saves_dataset, loader._snapshot_interval
+    if saves_dataset:
+        parts.state_cost.is_watched = loader.snapshot_every_n_steps == "auto"
+    count, dataset, stream = loader.num_workers, loader.dataset, loader._stream
+    collate_fn, collates, hear = loader.collate_fn, loader._auto_collation, None
+    is_host, is_map = sharing.scope == "host", not loader._is_iterable
+    if stream is not None:
+        plan = loader._present_plan
+        plan.newest.timeout_s = loader.timeout
+        plan.newest.check_workers(count)
+        # The order of a later epoch may be another one.
+        hear = lambda found: plan.newest.hear(found, is_here=not count)  # noqa: E731
+        dataset, collates = stream, stream.is_batched
+        collate_fn = stream.collate or collate_fn
+    order = None if sharing.ranks is None else loader._present_plan.order
+    seed, raises = loader._sample_seed, values.get("on_error", "raise") == "raise"
+    keeps_size = values.get("on_error") == "skip" and loader._is_in_ranks
+    # Batches are gathered from a dataset that consists of arrays only.
+    takes_arrays = (
+        raises
+        and is_map
+        and stream is None
+        and collates
+        and may_be_columns(dataset, are_collated=is_plain(collate_fn))
+    )
+    fetch = FetchConfig(
+        not is_map,
+        collates,
+        loader.drop_last,
+        keep_size=keeps_size,
+        may_shard=isinstance(order, SeededOrder) and order.may_give_lists,
+        seed=None if seed is None else loader._seed_of_samples(seed),
+        snapshot_every=interval if saves_dataset else 0,
+        is_persistent=bool(loader.persistent_workers),
+        concurrency=values.get("fetch_concurrency"),
+        sample_timeout_s=values.get("sample_timeout"),
+        is_threaded=loader.thread_pool,
+        takes_arrays=takes_arrays,
+        told_epoch=parts.dataset_epoch.told if count and not is_host else None,
+        has_budget=keeps_size and any(map(seekable, loader._all_samplers)),
+        reads=stream is not None,
+    )
+    config = LoaderConfig(
+        **values,
+        fetch=fetch,
+        dataset=dataset,
+        collate_fn=collate_fn,
+        hear=hear,
+        saves_dataset=saves_dataset,
+        num_workers=count,
+        in_order=loader.in_order or not count,
+        has_steps=sharing.devices is not None,
+    )
+    if not count:
+        return config
+    if is_host and sharing.ranks is not None:
+        from shmloader.host import ranks_of_host  # noqa: PLC0415 - few loaders share
+
+        config.rank, world_size = sharing.ranks.find()
+        config.host_ranks = ranks_of_host(world_size)
+    init, adapter = loader.worker_init_fn, loader._adapter
+    is_same = takes_arrays and is_plain(collate_fn) and init is None and is_plain_data(dataset)
+    # Ranks that share workers have queues, even if there is one worker.
+    is_free = (seed is not None or not loader.in_order or is_same) and (count > 1 or is_host)
+    return config.replace(
+        prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout,
+        worker_init_fn=init,
+        multiprocessing_context=loader.multiprocessing_context,
+        most_workers=max(count, 0 if adapter is None else adapter.most),
+        is_dynamic=is_map and stream is None and (is_free or adapter is not None),
+        root=loader._root,
+        worker_scope=sharing.scope,
+    )
 
 
 class LoaderParts:

@@ -6,15 +6,13 @@ The module is long because half of it documents and lists the arguments.
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import inspect
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 import torch.utils.data
@@ -24,12 +22,8 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from shmloader.batch.arrays import (
-    is_plain_data,
-    may_be_columns,
-)
+from shmloader.batch.arrays import is_plain_data
 from shmloader.batch.failures import OnError
-from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
@@ -37,7 +31,7 @@ from shmloader.grammar import counted, warn_user
 from shmloader.insight.record import sum_of, write_trace
 from shmloader.insight.sums import Sums
 from shmloader.interruptions import Suppressed, probe
-from shmloader.loader.config import LoaderConfig
+from shmloader.loader.config import LoaderConfig, config_of
 from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
     DEFAULTS,
@@ -52,15 +46,12 @@ from shmloader.loader.options import (
     read_options,
 )
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
-from shmloader.memory.limits import free_memory, usable_cores, why_unsupported
-from shmloader.memory.writer import is_plain
+from shmloader.memory.limits import free_memory, usable_cores
 from shmloader.pools.adapting import Adapter, AutoCount
-from shmloader.sampling.arguments import is_cut_for_ranks, rank_of, whole_number
-from shmloader.sampling.hooks import seekable
+from shmloader.sampling.arguments import is_cut_for_ranks, rank_of
 from shmloader.sampling.loader_samplers import carries_over
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.sampler_state import chain, is_known
-from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
 from shmloader.streams.stream import Stream
 
@@ -70,7 +61,6 @@ if TYPE_CHECKING:
 # A warning says so if at least this many workers have no batch.
 _MANY_IDLE = 16
 
-_T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -357,7 +347,7 @@ class DataLoader(ResumableLoader[_T_co]):
         # What depends on the order.
         sharing = self._sharing
         if shm_size is not None and (sharing.ranks is None or sharing.ranks.known):
-            _ = self._config().slot_bytes
+            _ = config_of(self).slot_bytes
         if seed is None and (executor is not None or self._adapter is not None):
             given_by = "num_workers='auto'" if executor is None else "executor="
             if not is_plain_data(dataset):
@@ -422,15 +412,11 @@ class DataLoader(ResumableLoader[_T_co]):
             plan = self._present_plan
             resumed = plan.resumed
             try:
-                if resumed is not None:
-                    plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
-                if plan.resumed is None:  # loaders may be made for short epochs
+                plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
+                is_new = plan.resumed is None
+                with contextlib.nullcontext() if is_new else self._resuming(plan):
                     self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
-                else:
-                    with self._resuming(plan):
-                        self._begin_epoch(plan, draws_seed=draws_seed)
-                        iterator = make()
             except BaseException:
                 plan.undo_begin(resumed)
                 raise
@@ -443,20 +429,20 @@ class DataLoader(ResumableLoader[_T_co]):
         plan, parts = self._plan, self._parts
         assert plan is not None
         iterator: Any
-        is_unsupported = self.num_workers and not self.thread_pool and why_unsupported()
         if self.num_workers:
             self.check_worker_number_rationality()
-        if is_unsupported:
+        if self._needs_torchs_workers:
             self._warn_of_torchs_workers()
-        if not is_unsupported and type(self.dataset) not in WRAPPED_DATA_PIPES:
-            config = self._config()
-            if config.kind == "processes":
-                config = config.replace(start_count=self._start_count(config, plan))
-            iterator = BatchIterator(self, config, plan, parts)
-        elif self.num_workers:
+            iterator = _MultiProcessingDataLoaderIter(self)
+        elif type(self.dataset) in WRAPPED_DATA_PIPES:
+            if not self.num_workers:
+                return _SingleProcessDataLoaderIter(self)
             iterator = _MultiProcessingDataLoaderIter(self)
         else:
-            return _SingleProcessDataLoaderIter(self)
+            config = config_of(self)
+            if config.kind == "processes":
+                config.start_count = self._start_count(config, plan)
+            iterator = BatchIterator(self, config, plan, parts)
         parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator._shutdown_workers()
@@ -506,88 +492,6 @@ class DataLoader(ResumableLoader[_T_co]):
         """
         if not self.thread_pool and self.executor is None and self._adapter is None:
             super().check_worker_number_rationality()
-
-    def _config(self) -> LoaderConfig:
-        """Return the arguments as they are now, for an iterator that begins."""
-        values, sharing, parts = read_options(self), self._sharing, self._parts
-        is_host, is_map = sharing.scope == "host", not self._is_iterable
-        saves_dataset, collates = self._saves_dataset, self._auto_collation
-        if saves_dataset:
-            parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
-        seed, on_error = self._sample_seed, values.get("on_error", "raise")
-        count, hear = self.num_workers, None
-        # Loaders may be made for short epochs, so the property is called only if it has a value.
-        stream = self._stream if Stream in type(self.dataset).__mro__ else None
-        dataset, collate_fn = self.dataset, self.collate_fn
-        if stream is not None:
-            plan = self._present_plan
-            hear = functools.partial(_hear, plan, is_here=not count)
-            plan.newest.timeout_s = self.timeout
-            plan.newest.check_workers(count)
-            dataset, collates = stream, stream.is_batched
-            collate_fn = stream.collate or collate_fn
-        order = None if sharing.ranks is None else self._present_plan.order
-        keeps_size = on_error == "skip" and self._is_in_ranks
-        fetch = FetchConfig(
-            not is_map,
-            collates,
-            self.drop_last,
-            keep_size=keeps_size,
-            may_shard=isinstance(order, SeededOrder) and order.may_give_lists,
-            seed=None if seed is None else self._seed_of_samples(seed),
-            snapshot_every=self._snapshot_interval if saves_dataset else 0,
-            is_persistent=bool(self.persistent_workers),
-            concurrency=values.get("fetch_concurrency"),
-            sample_timeout_s=values.get("sample_timeout"),
-            is_threaded=self.thread_pool,
-            # Batches are gathered from a dataset that consists of arrays only.
-            takes_arrays=(
-                on_error == "raise"
-                and is_map
-                and stream is None
-                and collates
-                and may_be_columns(self.dataset, are_collated=is_plain(self.collate_fn))
-            ),
-            told_epoch=parts.dataset_epoch.told if count and not is_host else None,
-            has_budget=keeps_size and any(map(seekable, self._all_samplers)),
-            reads=stream is not None,
-        )
-        config = LoaderConfig(
-            **values,
-            fetch=fetch,
-            dataset=dataset,
-            collate_fn=collate_fn,
-            hear=hear,
-            saves_dataset=saves_dataset,
-            num_workers=count,
-            in_order=self.in_order or not count,
-            has_steps=sharing.devices is not None,
-        )
-        if not count:
-            return config
-        if is_host and sharing.ranks is not None:
-            from shmloader.host import ranks_of_host  # noqa: PLC0415 - few loaders share
-
-            config.rank, world_size = sharing.ranks.find()
-            config.host_ranks = ranks_of_host(world_size)
-        # Ranks that share workers have queues, even if there is one worker.
-        is_same = (
-            fetch.takes_arrays
-            and is_plain(self.collate_fn)
-            and self.worker_init_fn is None
-            and is_plain_data(self.dataset)
-        )
-        is_free = (seed is not None or not self.in_order or is_same) and (count > 1 or is_host)
-        return config.replace(
-            prefetch_factor=self.prefetch_factor,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
-            most_workers=max(count, 0 if self._adapter is None else self._adapter.most),
-            is_dynamic=is_map and stream is None and (is_free or self._adapter is not None),
-            root=self._root,
-            worker_scope=sharing.scope,
-        )
 
     @property
     def _all_samplers(self) -> tuple[object, ...]:
@@ -707,38 +611,3 @@ for _name, _default in DEFAULTS.items():
     setattr(DataLoader, _name, _default)
 for _name in ("seed", "last_batch"):
     setattr(DataLoader, _name, FixedArgument(_name))
-
-
-def _hear(plan: Any, found: Any, *, is_here: bool) -> None:
-    """Tell the newest order of a stream what was found of its readers."""
-    plan.newest.hear(found, is_here=is_here)
-
-
-class CachedBatches(Generic[_T]):
-    """Yields the first batches of a loader again and again, endlessly.
-
-    Train on it for a while to see the most that a faster loader could gain. Your loop has to end by
-    itself: ``for step, batch in zip(range(1_000), CachedBatches(loader, 8))``.
-
-    The same objects are yielded each time, so a change made in place stays.
-
-    Args:
-        loader: Any iterable of batches. With a ``DataLoader``, the constructor begins an epoch and
-            leaves it early, and the workers end unless they are persistent.
-        n: Number of batches to keep; if the loader has fewer, all of them are kept.
-
-    Raises:
-        TypeError: If ``n`` is not a whole number.
-        ValueError: If ``n`` is not positive, or the loader yields no batch.
-    """
-
-    __module__ = "shmloader"  # users import it from there
-
-    def __init__(self, loader: Iterable[_T], n: int) -> None:
-        self._batches = list(itertools.islice(loader, whole_number(n, "n", minimum=1)))
-        if not self._batches:
-            raise ValueError("there is no batch to repeat: the loader is empty")
-
-    def __iter__(self) -> Iterator[_T]:
-        """Yield the batches from the first on, endlessly."""
-        return itertools.cycle(self._batches)

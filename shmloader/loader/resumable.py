@@ -47,7 +47,7 @@ from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut, LastBatch
+from shmloader.sampling.steps import LastBatch
 from shmloader.streams.order import ReaderOrder
 from shmloader.streams.stream import Stream
 
@@ -236,17 +236,22 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return batches.sampler, batches.batch_size
 
     def _seeded_order(
-        self, sampler: Any, batch_size: int | None, last_batch: LastBatch, **more: Any
+        self,
+        sampler: Any,
+        batch_size: int | None,
+        last_batch: LastBatch,
+        *,
+        num_shards: int = 0,
+        **more: Any,
     ) -> SeededOrder:
         """Return the order of a sampler's items, which depends on the seed."""
-        length, shards = self._source_of(sampler), more.pop("num_shards", 0)
+        length = self._source_of(sampler)
         # The counter is for a sampler that was put in place of the loader's, and may wrap it.
         has_own = isinstance(self.sampler, SeededSampler) and self.sampler.epochs is self._counter
         assert self._sample_seed is not None
         return SeededOrder(
             batch_size,
-            shards,
-            Cut((batch_size or 1) * max(1, shards)),
+            num_shards,
             last_batch,
             self._sample_seed,
             length=length,
@@ -510,8 +515,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _check_has_state(self) -> None:
         if type(self.dataset) in WRAPPED_DATA_PIPES:
             raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
-        if self.num_workers and not self.thread_pool and why_unsupported():
+        if self._needs_torchs_workers:
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
+
+    @property
+    def _needs_torchs_workers(self) -> bool:
+        """Whether torch's own workers load, as this system has no memory for ours."""
+        return self.num_workers > 0 and not self.thread_pool and why_unsupported() is not None
 
     @property
     def _length(self) -> int | None:
@@ -532,7 +542,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Return the attributes for a copy or a pickle: no iterators, failures or statistics."""
         plan = self._plan
         if plan is not None and plan.progress.is_ended:
-            plan.commit()  # a copy begins with the samples that were left over
+            plan.newest.commit()  # a copy begins with the samples that were left over
         state = self.__dict__.copy()
         state["_iterator"] = None
         state.pop("_own_parts", None)

@@ -156,7 +156,9 @@ def resolve_ranks(rank: int | None = None, world_size: int | None = None) -> tup
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return _ranks_of_environment()
+        if any(name in os.environ for name in _TORCHRUN):
+            return _ranks_of_variables(*_TORCHRUN)
+        return _ranks_of_variables(*_SLURM) if _SLURM[1] in os.environ else (0, 1)
     if rank is None or world_size is None:
         raise ValueError(
             "rank and world_size should be given both or not at all, "
@@ -200,14 +202,6 @@ _TORCHRUN = ("RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 _OVERRIDE = "; rank= and world_size= override the environment"
-
-
-def _ranks_of_environment() -> tuple[int, int]:
-    if any(name in os.environ for name in _TORCHRUN):
-        return _ranks_of_variables(*_TORCHRUN)
-    if _SLURM[1] in os.environ:
-        return _ranks_of_variables(*_SLURM)
-    return 0, 1
 
 
 def _ranks_of_variables(rank_name: str, size_name: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@
                                                               position on
     a batch is delivered ───▶ progress
                               state_dict() ◀───────────────── dump(): what the order depends on
-                              commit() ─────────────────────▶ commit(): carry-over
+                              newest.commit() ──────────────▶ commit(): carry-over
 
 An *order* yields the index batches of one epoch. There are three: ``SeededOrder``, which depends
 only on a seed and the epoch; ``SamplerOrder``, which draws from torch's samplers or the user's; and
@@ -90,7 +90,7 @@ class EpochPlan:
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
         if self.progress.is_ended:
-            self.commit()
+            self.newest.commit()
         return len(self.order)
 
     def set_epoch(self, epoch: int) -> None:
@@ -119,7 +119,7 @@ class EpochPlan:
             draws_seed: Whether torch draws a base seed for this epoch, which it does not do for
                 persistent workers that are running already.
         """
-        self.commit()
+        self.newest.commit()
         # The user may have called set_epoch() of a sampler that the loader made.
         self.drop_state_of_another()
         epoch, resumed, self.resumed = self._following_epoch, self.resumed, None
@@ -185,10 +185,6 @@ class EpochPlan:
             indices.draw_first()  # while the generators have the states for it
         return indices
 
-    def commit(self) -> None:
-        """Carry over what the newest epoch leaves over, if the user is done with that epoch."""
-        self.newest.commit()
-
     @property
     def state(self) -> SamplerState:
         """Takes and restores states of the next epoch's sampler."""
@@ -204,7 +200,7 @@ class EpochPlan:
         """
         counter = self.counter
         if counter.newest is None or counter.progress.is_ended:
-            self.commit()
+            self.newest.commit()
             sampler = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
             facts, progress = self.order.facts(), {"epoch": counter.next, "position": 0}
             return {**facts, **progress, "sampler": sampler}

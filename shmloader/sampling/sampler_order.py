@@ -1,5 +1,6 @@
 """The order of a loader without a seed: what its samplers yield, drawn as torch draws it."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,6 @@ from torch.utils.data import BatchSampler
 from shmloader.sampling.hooks import seekable, set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.loader_samplers import RolloverBatchSampler, carries_over
-from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
     global_rng_state,
@@ -54,19 +54,10 @@ class SamplerOrder(Order):
         """Set the epoch of samplers that count epochs."""
         set_epoch_of(self.index_sampler, epoch)
 
-    def named_epoch(self) -> None:
-        """Return None: if other code sets a sampler's epoch, the sampler draws it by itself."""
-
     def draw(
         self, drawing: Iterator[Any], generator: torch.Generator | None, *, as_arrays: bool
     ) -> Iterator[Any]:
-        """Return an iterator of the epoch's index batches that were not delivered yet.
-
-        Args:
-            drawing: An iterator of the index sampler.
-            generator: The loader's generator.
-            as_arrays: Whether the batches of torch's samplers may be ranges or arrays.
-        """
+        """Return an iterator of the index batches that were not delivered; see :class:`Order`."""
         state = self.state(generator)
         if self._is_iterable:
             # The base seed of a resumed epoch was drawn when the epoch first began. torch has drawn
@@ -129,17 +120,6 @@ class SamplerOrder(Order):
             "seed": self._seed,
         }
 
-    def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - no ranks
-        """Return how far the newest epoch has come, as plain values."""
-        return self._epoch.progress.dump()
-
-    def load_progress(self, state: dict[str, Any] | None) -> Progress:
-        """Return a new progress, or that which :meth:`dump_progress` has saved."""
-        return Progress.load(state)
-
-    def check_progress(self, state: dict[str, Any]) -> None:
-        """Do nothing: the end of the epoch is known only when the sampler is drawn."""
-
 
 class EpochDraw(Iterator[Any]):
     """Draws the index batches of one epoch, from any batch on, and keeps its record up to date."""
@@ -185,38 +165,29 @@ class EpochDraw(Iterator[Any]):
         epoch.undrawn, epoch.items, epoch.most = None, {}, FEW
 
     def _begin(self) -> None:
+        """Draw up to the first batch that was not delivered, and that one as well."""
         epoch, state = self._epoch, self._state
-        saved, drawing = epoch.saved, self._drawing
-        if is_drawn(drawing):
+        saved, items = epoch.saved, only_next(self._drawing)
+        rngs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_drawn(self._drawing):
             epoch.state = {**state.dump(has_started=False), "has_started": True, **DRAWN_ELSEWHERE}
-            self._items = only_next(drawing)
+            self._items = items
             return
-        if saved:
-            state.restore_generators(saved)
-        if saved and saved["has_started"]:
+        state.restore_generators(saved)
+        if is_resumed := saved.get("has_started", False):
             epoch.state = saved
-            with with_global_rng_state(saved.get("global_generators", {})):
-                items = self._draw_one(is_resumed=True)
+            rngs = with_global_rng_state(saved.get("global_generators", {}))
         else:
             epoch.state = state.dump(has_started=True)
-            items = self._draw_one(is_resumed=False)
-        self._items = epoch.progress.left_to_do(items)
-
-    def _draw_one(self, *, is_resumed: bool) -> Iterator[Any]:
-        """Return an iterator of the batches from the position on, of which one is drawn."""
-        epoch, state = self._epoch, self._state
-        state.seed(epoch.state.get("seed"))
-        try:
-            items = only_next(self._drawing)
-            if "state" in epoch.saved and state.restore_own(epoch.saved):
-                epoch.state["state"] = epoch.saved["state"]
+        with rngs, state.seeded(epoch.state.get("seed")):
+            if state.restore_own(saved):
+                epoch.state["state"] = saved["state"]
                 items = restart_if_exhausted(self._iterate)
             if is_resumed:
                 items = self._pass_over(items)
             self._items = items  # which may go on after an error
-            return itertools.chain(list(itertools.islice(items, 1)), items)
-        finally:
-            state.seed(None)
+            items = itertools.chain(list(itertools.islice(items, 1)), items)
+        self._items = epoch.progress.left_to_do(items)
 
     def _pass_over(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator of the batches from the position on.

@@ -11,9 +11,11 @@ Guarantees:
       draws its epoch again, up to the first batch that was not delivered.
 """
 
+import contextlib
 import copy
 import json
 import zlib
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -187,10 +189,16 @@ class SamplerState:
             state["global_generators"] = global_rng_state(self.global_generators)
         return state
 
-    def seed(self, seed: int | None) -> None:
-        """Let RandomSamplers begin with a seed; None for one that they draw themselves."""
+    @contextlib.contextmanager
+    def seeded(self, seed: int | None) -> Iterator[None]:
+        """Let RandomSamplers begin with a seed in the block; None for one that they draw."""
         for sampler in self._seeding:
             sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        try:
+            yield
+        finally:
+            for sampler in self._seeding:
+                sampler.generator = None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as in the state; raise ValueError if it does not fit."""
@@ -342,6 +350,30 @@ class Order:
         """Set the epoch that is iterated next, which continues at the progress's position."""
         self._epoch = DrawnEpoch(number, progress, saved)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers the number of the next epoch; most orders tell it when it begins."""
+
+    def named_epoch(self) -> int | None:
+        """Return the epoch that other code has set in the sampler, if the loader has to know it."""
+        return None
+
+    def draw(
+        self,
+        drawing: Iterator[Any],
+        generator: torch.Generator | None,  # noqa: ARG002 - most orders depend on a seed
+        *,
+        as_arrays: bool,  # noqa: ARG002 - most orders have no arrays
+    ) -> Iterator[Any]:
+        """Return an iterator of the epoch's index batches that were not delivered yet.
+
+        Args:
+            drawing: The newest iterator of the index sampler.
+            generator: The loader's generator.
+            as_arrays: Whether the batches of torch's samplers, and those of the dataset's indices
+                without shards, may be ranges or arrays.
+        """
+        return drawing
+
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
         self.carry_over.commit(self._epoch.progress, self.index_sampler)
@@ -349,6 +381,21 @@ class Order:
     def state(self, generator: torch.Generator | None = None) -> SamplerState:
         """Return an object that takes and restores states of the next epoch."""
         return SamplerState(self._sampler, self.carry_over, generator)
+
+    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
+        """Return the state of the next epoch, as plain values."""
+        return self.state(generator).dump(has_started=False)
+
+    def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - no ranks
+        """Return how far the newest epoch has come, as plain values."""
+        return self._epoch.progress.dump()
+
+    def load_progress(self, state: dict[str, Any] | None) -> Progress:
+        """Return a new progress, or that which :meth:`dump_progress` has saved."""
+        return Progress.load(state)
+
+    def check_progress(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a position of no epoch of this order, as far as that is known."""
 
 
 def _checksum(indices: object) -> int | None:

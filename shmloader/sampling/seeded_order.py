@@ -54,7 +54,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             batch sampler, or an index that is not batched.
         num_shards: Number of batches in each step, which is then a list of them. 0 if a step is a
             single batch or an item of the batch sampler.
-        cut: The rank's share of the global order, in samples, or in items without a batch size.
         last_batch: How the last global step is handled.
         seed: Seed, together with the epoch's number, of a shuffled order and of the random numbers
             that the user's sampler draws.
@@ -65,7 +64,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         device_count: If not 0, each step of the batch sampler must be a list of at most this many
             index lists.
         may_shard: Whether the batch sampler may yield lists of index lists, which are then checked.
-        ranks: Finds the rank and the world size later, in place of those of ``cut``.
+        ranks: Finds the rank and the world size; None for rank 0 of 1.
         carry_over: What the next epoch begins with; None for nothing.
         counter: Counter of the loader's epochs, if ``items`` may draw from the samplers that the
             loader made. Each further pass of such a sampler then has the order of a further epoch.
@@ -75,7 +74,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         self,
         batch_size: int | None,
         num_shards: int,
-        cut: Cut,
         last_batch: LastBatch,
         seed: int,
         *,
@@ -90,7 +88,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
     ) -> None:
         super().__init__(items, carry_over)
         self._batch_size, self._num_shards = batch_size, num_shards
-        self._cut, self._ranks = cut, ranks
+        self._ranks = ranks
         self._last_batch, self._seed = last_batch, seed
         self._length, self._shuffle = length, shuffle
         self._device_count, self._may_shard = device_count, may_shard
@@ -106,8 +104,12 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     @property
     def cut(self) -> Cut:
-        """The rank's share of the global order. Raises ValueError while the ranks are not known."""
-        return self._cut if self._ranks is None else Cut(self._cut.share, *self._ranks.find())
+        """The rank's share of the global order, in samples, or in items without a batch size.
+
+        Raises ValueError while the ranks are not known.
+        """
+        share = (self._batch_size or 1) * max(1, self._num_shards)
+        return Cut(share) if self._ranks is None else Cut(share, *self._ranks.find())
 
     @property
     def index_sampler(self) -> "SeededOrder":
@@ -170,10 +172,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         *,
         as_arrays: bool,
     ) -> Iterator[Any]:
-        """Return ``drawing``, the newest iterator of this order; see :meth:`SamplerOrder.draw`.
-
-        Its steps are ranges or arrays if ``as_arrays``, for the dataset's indices without shards.
-        """
+        """Return ``drawing``, the newest iterator of this order; see :class:`Order`."""
         steps, epoch = self._steps, self._epoch
         if steps is not None and steps.position > epoch.progress.position * self._size:
             epoch.state = {**self.dump(), **DRAWN_ELSEWHERE}
@@ -228,22 +227,20 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def _shape(self, steps: Steps, epoch: DrawnEpoch, items: list[Any]) -> PositionedIndices:
         """Return a ticket's indices."""
-        cut, position = self.cut, steps.position - self.cut.global_count
+        cut, size, step = steps.cut, self._batch_size, items
+        position = steps.position - cut.global_count
         if steps.newest is not None:
             epoch.add(steps.position // self._size, steps.newest)
-        number = position // self._size
-        step: Any = items
-        if self._batch_size is None:
+        if size is None:
             (step,) = items
-            error = self._may_shard and wrong_step(step, number, self._device_count)
+            error = self._may_shard and wrong_step(step, position // self._size, self._device_count)
             if error:
                 steps.is_over = True  # what follows would be counted wrongly
                 raise error
         elif self._num_shards:
-            size = self._batch_size
             step = [items[at : at + size] for at in range(0, len(items), size)]
         first = position + cut.rank * cut.share
-        return PositionedIndices(step, epoch.number, first, is_whole=self._batch_size is None)
+        return PositionedIndices(step, epoch.number, first, is_whole=size is None)
 
     # The epochs of the user's sampler ----------------------------------------------------
 
@@ -269,10 +266,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             own = {"state": epoch.saved["state"]} if "state" in epoch.saved else {}
             epoch.state = {**self.dump_next(generator), **own, "has_started": True}
         return epoch.dump(self._sampler)
-
-    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
-        """Return the state of the next epoch, as plain values."""
-        return self.state(generator).dump(has_started=False)
 
     def facts(self) -> dict[str, Any]:
         """Return what a state and this loader must have in common, on any number of ranks."""

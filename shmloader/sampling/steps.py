@@ -95,6 +95,7 @@ class Steps(Iterator[Any]):
     """The steps of one epoch for one rank: lists of items.
 
     Attributes:
+        cut: The rank's share of each global step.
         position: Number of items of all ranks in the steps so far, had they all been full.
         is_over: Whether all steps were drawn.
         repeats: The ``position`` after the step that is filled up (``"pad"``), and how many samples
@@ -111,14 +112,14 @@ class Steps(Iterator[Any]):
         self.left_over: list[Any] = []
         self.newest: Any = None
         self.item_count: int | None = None
-        self._cut, self._last_batch = cut, last_batch
+        self.cut, self._last_batch = cut, last_batch
 
     def __next__(self) -> Any:
         step = None if self.is_over else self._next()
         if step is None:
             self.is_over = True
             raise StopIteration
-        self.position += self._cut.global_count
+        self.position += self.cut.global_count
         return step
 
     def _next(self) -> Any:
@@ -153,7 +154,7 @@ class OrderSteps(Steps):
 
     def _compute(self) -> list[Any]:
         """Return a block of steps from the position on, in reverse order."""
-        cut, length, size = self._cut, self._order.length, self._cut.global_count
+        cut, length, size = self.cut, self._order.length, self.cut.global_count
         stop = min(self._end, self.position + max(1, _BLOCK // cut.share) * size)
         starts = np.arange(self.position, stop, size) + cut.rank * cut.share
         positions = starts[:, None] + np.arange(cut.share)
@@ -216,7 +217,7 @@ class DrawnSteps(Steps):
         self._beginning: list[Any] = []
 
     def _next(self) -> Any:
-        cut = self._cut
+        cut = self.cut
         if self._to_pass:
             self._pass_over()
         items = self._take(cut.global_count)
@@ -242,7 +243,7 @@ class DrawnSteps(Steps):
 
     def _pass_over(self) -> None:
         """Draw and discard the items before the first step, or raise ValueError."""
-        size = self._cut.global_count
+        size = self.cut.global_count
         if self._planned is not None:  # only the last one is drawn
             self._drawn_count = self._to_pass - 1
             self._draw, self._to_pass = functools.partial(self._draw, self._drawn_count), 1
@@ -251,7 +252,7 @@ class DrawnSteps(Steps):
             self._to_pass -= count
             if not count and (self._to_pass >= size or self._planned is not None):
                 drawn = self._drawn_count if self._planned is None else len(self._planned)
-                before, found = (-(-each // self._cut.share) for each in (self.position, drawn))
+                before, found = (-(-each // self.cut.share) for each in (self.position, drawn))
                 raise too_few(before, found, "sampler")
             if not count:  # the last step that was delivered was short
                 self._to_pass = 0
@@ -270,7 +271,7 @@ class DrawnSteps(Steps):
         taken, self._waiting = waiting[:count], waiting[count:]
         self._drawn_count += len(taken)
         self.newest = taken[-1] if taken else self.newest
-        if self._last_batch == "pad" and len(self._beginning) < self._cut.global_count:
+        if self._last_batch == "pad" and len(self._beginning) < self.cut.global_count:
             self._beginning += taken
         return taken
 

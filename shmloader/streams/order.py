@@ -174,22 +174,6 @@ class ReaderOrder(Order):
         """Return this: the epoch's readings, of which there may be more after StopIteration."""
         return self
 
-    def draw(
-        self,
-        drawing: Iterator[Any],
-        generator: torch.Generator | None,  # noqa: ARG002 - the stream's seed decides
-        *,
-        as_arrays: bool,  # noqa: ARG002 - there are no indices
-    ) -> Iterator[Any]:
-        """Return ``drawing``, the newest iterator of this order."""
-        return drawing
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: readings have the number of the epoch."""
-
-    def named_epoch(self) -> None:
-        """Return None: no other code sets the epoch."""
-
     def hear(self, found: Found, *, is_here: bool) -> None:
         """Record what was found with a batch.
 

@@ -25,6 +25,7 @@ import shmloader
 from shmloader.cli.doctor import is_forkable, walk
 from shmloader.cli.main import main
 from shmloader.grammar import size
+from shmloader.loader.config import config_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -214,7 +215,7 @@ def test_memory_is_that_of_tensors_objects_and_batches(doctor) -> None:
     assert rows["dataset"].startswith(f"{size(40_000 + 4_000)} of tensors and arrays outside")
     assert "shmloader.share(dataset)" in rows["dataset"]
     assert rows["batch"] == size(8 * 16 * 8)
-    slots = loader._config().slot_count  # which a message about short memory tells as well
+    slots = config_of(loader).slot_count  # which a message about short memory tells as well
     assert slots == 3 * 4 + 4
     assert rows["memory"].startswith(f"{size(slots * 8 * 16 * 8)} for {slots} batches")
     assert "worker_scope='host' save" in rows["memory"]

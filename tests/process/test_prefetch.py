@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shmloader import SharedMemoryError, WorkerDiedError
-from shmloader.loader import dataloader
+from shmloader.loader import resumable
 from shmloader.sequence import prefetch, smap
 from tests.process.support import Bad, Gate, Slots, wait_for_end, wait_until
 
@@ -56,7 +56,7 @@ def test_reading_on_goes_on_and_another_item_begins_anew(method):
 
 
 def test_without_memfd_torchs_workers_load_the_items(monkeypatch):
-    monkeypatch.setattr(dataloader, "why_unsupported", lambda: "so")
+    monkeypatch.setattr(resumable, "why_unsupported", lambda: "so")
     items = prefetch(smap(lambda number: (number, os.getpid()), range(30)), 2, "process")
     with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
         assert items[0][0] == 0

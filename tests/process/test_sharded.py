@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset, de
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
-from shmloader.loader import dataloader
+from shmloader.loader import resumable
 from shmloader.loader.options import OPTIONS
 from shmloader.sampling import DistributedWeightedSampler, FilterSampler, ShardedSampler
 from tests.late import to_host
@@ -500,7 +500,7 @@ def as_if_present(device: Any, argument: str = "device") -> torch.device | None:
 def test_where_torchs_workers_have_to_do_our_own_arguments_are_refused(
     kind, options, named, monkeypatch
 ) -> None:
-    monkeypatch.setattr(dataloader, "why_unsupported", lambda: "so")
+    monkeypatch.setattr(resumable, "why_unsupported", lambda: "so")
     device = dataclasses.replace(OPTIONS["device"], read=as_if_present)
     monkeypatch.setitem(OPTIONS, "device", device)
     loader = kind(torch.arange(8), 2, num_workers=1, **options)

@@ -5,13 +5,14 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader
+from shmloader.loader.config import config_of
 from shmloader.loader.options import MINIMUM_SLOT_BYTES
 
 DATA = torch.arange(12)
 
 
-def config_of(kind=DataLoader, **options):
-    return kind(DATA, 2, **options)._config()
+def made(kind=DataLoader, **options):
+    return config_of(kind(DATA, 2, **options))
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def config_of(kind=DataLoader, **options):
     [({}, 0, 0), ({"num_workers": 2}, 4, 4), ({"num_workers": 2, "prefetch_factor": 5}, 10, 10)],
 )
 def test_the_window_is_that_of_the_workers(options, window, most) -> None:
-    found = config_of(**options)
+    found = made(**options)
     assert (found.window, found.most_window) == (window, most)
 
 
@@ -29,12 +30,12 @@ def test_the_window_is_that_of_the_workers(options, window, most) -> None:
 def test_of_a_hosts_workers_a_rank_has_its_share_in_the_window_and_one_more_where_it_lacks_some(
     workers, ranks, window
 ) -> None:
-    found = config_of(num_workers=workers).replace(host_ranks=ranks)
+    found = made(num_workers=workers).replace(host_ranks=ranks)
     assert found.window == window
 
 
 def test_with_auto_the_window_grows_with_the_workers() -> None:
-    found = config_of(num_workers="auto", seed=0)
+    found = made(num_workers="auto", seed=0)
     assert found.most_workers > found.num_workers
     assert found.window == 2 * found.num_workers
     assert found.most_window == 2 * found.most_workers
@@ -43,21 +44,21 @@ def test_with_auto_the_window_grows_with_the_workers() -> None:
 @pytest.mark.parametrize("num_workers", [2, "auto"])
 def test_all_slots_together_stay_below_shm_size(num_workers) -> None:
     loader = DataLoader(DATA, 2, num_workers=num_workers, seed=0, shm_size="512MiB")
-    found = loader._config()
+    found = config_of(loader)
     assert found.slot_bytes is not None
     assert found.slot_bytes * (found.most_window + found.lend_limit) <= 512 << 20
 
 
 def test_an_shm_size_too_small_for_the_maximum_of_workers_raises_in_the_constructor() -> None:
-    most = config_of(num_workers="auto", seed=0).most_window + 4
+    most = made(num_workers="auto", seed=0).most_window + 4
     with pytest.raises(ValueError, match=f"each of {most} slots"):
         DataLoader(DATA, num_workers="auto", seed=0, shm_size=most * MINIMUM_SLOT_BYTES - 1)
 
 
 def test_a_batch_keeps_its_size_where_other_ranks_count_on_it() -> None:
     ranks = DistributedSampler(DATA, num_replicas=2, rank=0)
-    assert config_of(sampler=ranks, on_error="skip").fetch.keep_size
-    assert not config_of(on_error="skip").fetch.keep_size
+    assert made(sampler=ranks, on_error="skip").fetch.keep_size
+    assert not made(on_error="skip").fetch.keep_size
 
 
 def test_states_of_the_dataset_are_taken_where_they_are_saved() -> None:
@@ -75,6 +76,6 @@ def test_states_of_the_dataset_are_taken_where_they_are_saved() -> None:
             pass
 
     for options, interval in [({}, 1), ({"snapshot_every_n_steps": 0}, 0)]:
-        found = DataLoader(Stateful(), **options)._config()
+        found = config_of(DataLoader(Stateful(), **options))
         assert (found.saves_dataset, found.fetch.snapshot_every) == (interval > 0, interval)
-    assert config_of().fetch.snapshot_every == 0
+    assert made().fetch.snapshot_every == 0

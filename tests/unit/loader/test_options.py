@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader, ShardedDataLoader
+from shmloader.loader.config import config_of
 from shmloader.loader.options import DEFAULTS, MINIMUM_SLOT_BYTES, OPTIONS, slot_share
 
 
@@ -163,7 +164,7 @@ def test_a_float_is_the_share_that_it_is_written_as(given, exact) -> None:
     assert (parsed, type(parsed)) == (exact, type(exact))
     loader = DataLoader(range(4), on_error="skip", max_failures=given)
     assert loader.max_failures is given
-    assert loader._config().max_failures == exact
+    assert config_of(loader).max_failures == exact
 
 
 class OnlyLists:
@@ -225,7 +226,7 @@ def test_numbers_of_numpys_types_are_taken_by_our_own_arguments_too(kind, argume
     (name, value), *_ = arguments.items()
     assert f"{name}={value!r}" in repr(loader)
     for path, expected in fields.items():
-        found = operator.attrgetter(path)(loader._config())
+        found = operator.attrgetter(path)(config_of(loader))
         assert (found, type(found)) == (expected, type(expected))
 
 

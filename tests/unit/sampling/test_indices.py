@@ -7,18 +7,17 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.batch.failures import describe_indices
+from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, without_position
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut
 
 
 def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, last_batch="pad", **options):
     size = batch // world_size // max(1, shards)
-    cut = Cut(batch // world_size, rank, world_size)
-    options = {"length": length, "shuffle": True, **options}
-    return SeededOrder(size, shards, cut, last_batch, 3, **options)
+    options = {"length": length, "shuffle": True, "ranks": Ranks(rank, world_size), **options}
+    return SeededOrder(size, shards, last_batch, 3, **options)
 
 
 def test_a_position_counts_what_the_epoch_before_has_left_over():
@@ -44,7 +43,7 @@ def test_an_epoch_that_has_begun_keeps_its_number():
 
 def test_a_plan_follows_a_dataset_that_grows():
     dataset = [1, 2, 3]
-    plan = SeededOrder(2, 0, Cut(2), "keep", 0, length=dataset)
+    plan = SeededOrder(2, 0, "keep", 0, length=dataset)
     assert (len(plan), [one.indices for one in plan]) == (2, [[0, 1], [2]])
     dataset += [4, 5]
     assert (len(plan), [one.indices for one in plan]) == (3, [[0, 1], [2, 3], [4]])
@@ -52,7 +51,7 @@ def test_a_plan_follows_a_dataset_that_grows():
 
 @pytest.mark.parametrize("step", [[], [(1, 2), (3, 4)], [[], [1]], "key", 7])
 def test_what_is_no_step_of_several_batches_is_handed_on_as_it_is(step):
-    plan = SeededOrder(None, 0, Cut(1), "keep", 0, items=[step], may_shard=False)
+    plan = SeededOrder(None, 0, "keep", 0, items=[step], may_shard=False)
     assert [one.indices for one in plan] == [step]
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 
+from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut, LastBatch
+from shmloader.sampling.steps import LastBatch
 
 LAST_BATCHES: list[LastBatch] = ["pad", "discard", "keep", "rollover"]
 
@@ -53,9 +54,9 @@ def plan_of(
     return SeededOrder(
         batch_size,
         shards,
-        Cut(batch_size * max(1, shards), rank, world_size),
         last_batch,
         seed,
+        ranks=Ranks(rank, world_size),
         length=length if items is None else None,
         shuffle=kind == "shuffled",
         items=items,
@@ -127,7 +128,7 @@ def test_the_ranks_together_have_the_one_global_order(
         assert step == together[number * count :][: len(step)]
     # Lengths, and what repeats, rank by rank.
     for rank, plan in enumerate(plans):
-        assert len(plan) == len(epoch_of(plan, epoch)) == plan._cut.step_count(length, last_batch)
+        assert len(plan) == len(epoch_of(plan, epoch)) == plan.cut.step_count(length, last_batch)
         repeated = sum(plan.repeats_before(number + 1) for number in range(len(plan)))
         if last_batch != "pad" or left == 0:
             assert repeated == 0
@@ -186,17 +187,13 @@ def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() 
     weights = WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=torch.Generator().manual_seed(3))
     expected = list(weights)
     weights.generator.manual_seed(3)
-    plan = SeededOrder(1, 0, Cut(1), "pad", 0, items=weights)
+    plan = SeededOrder(1, 0, "pad", 0, items=weights)
     assert [index for step in epoch_of(plan) for index in step] == expected
 
 
 def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
-    plans = [
-        SeededOrder(
-            None, 0, Cut(1, rank, 3), "pad", 0, items=[[1, 2, 3], [[4, 5], [6]], [7, 8], [9]]
-        )
-        for rank in range(3)
-    ]
+    items = [[1, 2, 3], [[4, 5], [6]], [7, 8], [9]]
+    plans = [SeededOrder(None, 0, "pad", 0, items=items, ranks=Ranks(rank, 3)) for rank in range(3)]
     assert [epoch_of(plan) for plan in plans] == [
         [[1, 2, 3], [9]],
         [[[4, 5], [6]], [1, 2, 3]],
@@ -208,7 +205,7 @@ def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
 
 @pytest.mark.parametrize("step", [[], [[1], []], [[], [1]], [[1], 2], [[1], [[2]]]])
 def test_a_step_that_cannot_be_loaded_is_named(step) -> None:
-    steps = iter(SeededOrder(None, 0, Cut(1), "pad", 0, items=[[1, 2], step, [3]]))
+    steps = iter(SeededOrder(None, 0, "pad", 0, items=[[1, 2], step, [3]]))
     assert next(steps).indices == [1, 2]
     with pytest.raises(ValueError, match="step 1 of the batch sampler should be a list of indices"):
         next(steps)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch.distributed
 
-from shmloader.sampling import arguments
 from shmloader.sampling.arguments import Ranks, rank_of, resolve_ranks
 
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -97,7 +96,7 @@ def test_a_signal_handler_s_exception_is_not_taken_for_one_of_the_variables(
     def interrupted() -> None:
         signal.raise_signal(signal.SIGUSR1)
 
-    monkeypatch.setattr(arguments, "_ranks_of_environment", interrupted)
+    monkeypatch.setattr(torch.distributed, "is_available", interrupted)
     before = signal.signal(signal.SIGUSR1, alarm)
     try:
         with pytest.raises(AlarmError):
