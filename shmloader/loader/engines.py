@@ -67,14 +67,15 @@ class Workers:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        self._parts, self.adapter = parts, parts.adapter
+        self._config, self._parts, self.adapter = config, parts, parts.adapter
+        self._base_seed, self._checkpoints = base_seed, checkpoints
         stage, locker = _make_stage(config, parts, *pin)
         if config.kind == "threads":
-            self._open_threads(config)
+            self._open_threads()
         elif config.kind == "executor":
-            self._open_executor(config, base_seed)
+            self._open_executor()
         else:
-            self._open_processes(config, base_seed, checkpoints, locker)
+            self._open_processes(locker)
         self.end: Callable[[], object] = self.pool.close
         self.source: Any = self.engine
         self.is_on_device = not isinstance(stage, PinStage | None)
@@ -92,17 +93,8 @@ class Workers:
         if self._arrays is not None:
             self._arrays.begin_epoch()
 
-    def set_window(self, window: int) -> None:
-        """Set how many index batches are drawn when the next epoch begins."""
-        if self.source is not self.engine:
-            self.source.window = window
-
-    def _make_engine(
-        self,
-        config: LoaderConfig,
-        checkpoints: DatasetCheckpoints | None = None,
-        **given: Any,
-    ) -> None:
+    def _make_engine(self, **given: Any) -> None:
+        config, checkpoints = self._config, self._checkpoints
         scheduler = Scheduler(
             in_order=config.in_order,
             restart_limit=config.worker_restarts,
@@ -123,18 +115,20 @@ class Workers:
             watch=config.watch_failures(self._parts),
         )
 
-    def _open_threads(self, config: LoaderConfig) -> None:
+    def _open_threads(self) -> None:
         """Start threads of this process, which make batches without copies or shared memory."""
+        config = self._config
         self._arrays = Arrays(config.dataset) if config.fetch.takes_arrays else None
         functions = config.collate_fn, config.on_error, config.worker_init_fn
         thread_config = ThreadConfig(config.fetch, config.dataset, *functions, self._arrays, {})
         self._keeps = thread_config  # the pool refers to it only weakly
         count = config.num_workers
         self.pool = ThreadPool(count, weakref.ref(thread_config))
-        self._make_engine(config, worker_count=count, window=config.window, lend_limit=0)
+        self._make_engine(worker_count=count, window=config.window, lend_limit=0)
 
-    def _open_executor(self, config: LoaderConfig, base_seed: int) -> None:
+    def _open_executor(self) -> None:
         """Have tasks of the user's executor make the batches."""
+        config = self._config
         assert config.executor is not None
         objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
         payload = attempt(PortablePayload, (*objects, tuple(config.fetch), config.num_workers))
@@ -151,20 +145,15 @@ class Workers:
             payload,
             loader=self._parts.executor_key,
             numbers=self._parts.task_numbers,
-            base_seed=base_seed,
+            base_seed=self._base_seed,
         )
         window = config.most_window  # to the engine, each batch in flight is a worker
-        self._make_engine(config, worker_count=window, window=window, lend_limit=0)
+        self._make_engine(worker_count=window, window=window, lend_limit=0)
 
-    def _open_processes(
-        self,
-        config: LoaderConfig,
-        base_seed: int,
-        checkpoints: DatasetCheckpoints | None,
-        locker: Any,
-    ) -> None:
+    def _open_processes(self, locker: Any) -> None:
         """Start worker processes, or attach to those that the ranks of this host share."""
-        _warn_of_many_objects(config, self._parts)
+        config, parts, base_seed = self._config, self._parts, self._base_seed
+        _warn_of_many_objects(config, parts)
         is_shared = config.worker_scope == "host"
         with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
             starter: Any
@@ -172,7 +161,7 @@ class Workers:
                 # Few loaders share workers.
                 from shmloader.pools import host_pool  # noqa: PLC0415
 
-                pool_of_host = self._parts.host_pool = host_pool.open_host_pool(
+                pool_of_host = parts.host_pool = host_pool.open_host_pool(
                     config.dataset,
                     config.worker_init_fn,
                     config.most_workers,
@@ -185,7 +174,9 @@ class Workers:
                     # The rank that began the pool decides the maximum; the pool adapts the number.
                     self.adapter = host_pool.SharedAdapter(pool_of_host)
                     most = pool_of_host.worker_count
-                    config = config.replace(num_workers=self.adapter.count, most_workers=most)
+                    config = self._config = config.replace(
+                        num_workers=self.adapter.count, most_workers=most
+                    )
             tasks = _make_tasks(config)
             stack.callback(tasks.close)
             if is_shared:
@@ -202,11 +193,9 @@ class Workers:
             may_replace = config.may_replace_workers or is_shared
             count = config.start_count or config.num_workers
             pool = ProcessPool(starter, tasks, count, locker, may_replace=may_replace)
-            self.pool, self._parts.nursery = pool, pool.nursery
+            self.pool, parts.nursery = pool, pool.nursery
             stack.callback(pool.end_workers)
             self._make_engine(
-                config,
-                checkpoints,
                 worker_count=config.most_workers,
                 window=config.most_window,
                 lend_limit=config.lend_limit,

@@ -94,7 +94,7 @@ class InlineEngine:
             config.on_error,
             where="in the main process",
             timer=self._timer,
-            epoch=plan.epoch,
+            epoch=plan.counter.newest,
             restores_rngs=True,
             arrays=Arrays(config.dataset) if fetch.takes_arrays else None,
             concurrent_fetcher=fetcher,

@@ -110,8 +110,8 @@ class BatchIterator(_BaseDataLoaderIter):
         if before is not None:
             torch.set_rng_state(before)
         if config.fetch.seed is not None:
-            assert plan.epoch is not None
-            self._base_seed = base_seed(config.fetch.seed, plan.epoch)
+            assert plan.counter.newest is not None
+            self._base_seed = base_seed(config.fetch.seed, plan.counter.newest)
         try:
             if config.num_workers:
                 unwrapped(self._open_workers, loader, resumed)
@@ -181,7 +181,7 @@ class BatchIterator(_BaseDataLoaderIter):
     def _begin_record(self, loader: Any, began_ns: int) -> None:
         is_inline = self._opened is None
         self._record = self._engine.record = Record(
-            self._plan.epoch,
+            self._plan.counter.newest,
             self._config.kind,
             loader.num_workers,
             persistent_workers=self._persistent_workers,
@@ -206,7 +206,7 @@ class BatchIterator(_BaseDataLoaderIter):
             self._wanted = None  # workers that were leaving stay when an epoch is left
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
-        self._progress = self._plan.progress
+        self._progress = self._plan.counter.progress
         if self._is_exhausted or self._is_replaced:
             self._is_exhausted = self._is_replaced = False
         try:
@@ -227,7 +227,8 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _go_on(self, loader: Any, first_iter: bool) -> Self:
         self._begin_record(loader, time.monotonic_ns())
-        self._opened.set_window(self._config.window_of(loader.num_workers))
+        if self._source is not self._engine:
+            self._source.window = self._config.window_of(loader.num_workers)
         self._order = self._plan.newest
         super()._reset(loader.as_torch_sees_it, first_iter)
         unwrapped(self._draw_for, self._source.restart)
@@ -304,18 +305,14 @@ class BatchIterator(_BaseDataLoaderIter):
             if not isinstance(instead.error, StopIteration):
                 raise
         else:
-            return batch if self._transform is None else self._transformed(batch)
+            try:
+                return batch if self._transform is None else self._transform(batch)
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                raise Instead(error) from None
         self._end_epoch()
         raise Instead(StopIteration())
-
-    def _transformed(self, batch: Any) -> Any:
-        assert self._transform is not None
-        try:
-            return self._transform(batch)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            raise Instead(error) from None
 
     def _end_epoch(self) -> None:
         if self._checkpoints is not None and self._persistent_workers:

@@ -47,7 +47,7 @@ from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import LastBatch
+from shmloader.sampling.steps import CarryOver, LastBatch
 from shmloader.streams.order import ReaderOrder
 from shmloader.streams.stream import Stream
 
@@ -225,7 +225,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             last_batch,
             shuffle=isinstance(sampler, RandomSampler),
             may_shard=False,
-            carry_over=batches.carry_over if carries_over(batches) else None,
+            carry_over=batches.carry_over if carries_over(batches) else CarryOver(),
         )
 
     def _batching(self) -> tuple[Any, int | None]:
@@ -350,8 +350,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             parts = self._parts
             has_workers = not draws_seed or parts.host_pool is not None
             has_workers = has_workers and self.num_workers > 0 and not self.thread_pool
-            assert plan.epoch is not None
-            parts.dataset_epoch.begin(self.dataset, plan.epoch, has_workers=has_workers)
+            assert plan.counter.newest is not None
+            parts.dataset_epoch.begin(self.dataset, plan.counter.newest, has_workers=has_workers)
 
     @contextlib.contextmanager
     def _resuming(self, plan: EpochPlan) -> Iterator[None]:
@@ -449,7 +449,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                     "it yourself. snapshot_every_n_steps=0 stops this warning."
                 )
             return
-        is_mid = plan.epoch is not None and not plan.progress.is_ended
+        is_mid = plan.counter.newest is not None and not plan.counter.progress.is_ended
         if checkpoints is not None and (is_mid or self._has_workers):
             state["datasets"] = checkpoints.dump(self._save_dataset)
             if is_mid and self._is_iterable:
@@ -541,7 +541,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or a pickle: no iterators, failures or statistics."""
         plan = self._plan
-        if plan is not None and plan.progress.is_ended:
+        if plan is not None and plan.counter.progress.is_ended:
             plan.newest.commit()  # a copy begins with the samples that were left over
         state = self.__dict__.copy()
         state["_iterator"] = None

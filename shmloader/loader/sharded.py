@@ -35,7 +35,7 @@ from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import LastBatch
+from shmloader.sampling.steps import CarryOver, LastBatch
 from shmloader.streams.board import gather, pauses, store_of_job
 from shmloader.streams.order import ReaderOrder
 from shmloader.streams.stream import Stream
@@ -303,7 +303,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             shuffle=own is not None and sampler.shuffle,
             device_count=len(self.devices or ()),
             ranks=None if self._is_cut else self._ranks,
-            carry_over=self._plan.order.carry_over if carries else None,  # type: ignore[union-attr]
+            carry_over=self._plan.order.carry_over if carries else CarryOver(),  # type: ignore[union-attr]
         )
         if own is not None:
             sampler.order = order
@@ -330,14 +330,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def rank(self) -> int | None:
         """The rank, from 0; None while the environment variables are incomplete or wrong."""
-        known = self._ranks.known
-        return None if known is None else known[0]
+        return known[0] if (known := self._ranks.known) else None
 
     @property
     def world_size(self) -> int | None:
         """The number of ranks; None while the environment variables are incomplete or wrong."""
-        known = self._ranks.known
-        return None if known is None else known[1]
+        return known[1] if (known := self._ranks.known) else None
 
     def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
         self._ranks.resolve()
@@ -418,7 +416,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
         plan = self._present_plan
-        return int(plan.newest.repeats_before(plan.progress.position))
+        return int(plan.newest.repeats_before(plan.counter.progress.position))
 
 
 _NEEDS_GROUP = (

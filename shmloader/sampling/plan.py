@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shmloader.sampling.progress import EpochCounter, Progress
+from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import global_rng_state, with_global_rng_state
 from shmloader.sampling.sampler_order import EpochDraw
 from shmloader.sampling.sampler_state import SamplerState
@@ -66,16 +66,6 @@ class EpochPlan:
         self._was_persistent: bool | None = None
 
     @property
-    def epoch(self) -> int | None:
-        """Number of the newest epoch; None before the first."""
-        return self.counter.newest
-
-    @property
-    def progress(self) -> Progress:
-        """How far the newest epoch has come."""
-        return self.counter.progress
-
-    @property
     def present_epoch(self) -> int:
         """Number of the epoch that is iterated; if none is, that of the next epoch."""
         iterated = self.counter.iterated
@@ -89,7 +79,7 @@ class EpochPlan:
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
-        if self.progress.is_ended:
+        if self.counter.progress.is_ended:
             self.newest.commit()
         return len(self.order)
 

@@ -25,7 +25,7 @@ from shmloader.sampling.sampler_state import (
     describe,
     size_of_batches,
 )
-from shmloader.sampling.steps import Steps, only_next, restart_if_exhausted, too_few
+from shmloader.sampling.steps import CarryOver, Steps, only_next, restart_if_exhausted, too_few
 
 
 class SamplerOrder(Order):
@@ -42,7 +42,7 @@ class SamplerOrder(Order):
         self, index_sampler: Any, is_iterable: bool = False, seed: int | None = None
     ) -> None:
         is_rollover = isinstance(index_sampler, RolloverBatchSampler)
-        super().__init__(index_sampler, index_sampler.carry_over if is_rollover else None)
+        super().__init__(index_sampler, index_sampler.carry_over if is_rollover else CarryOver())
         self.index_sampler = index_sampler
         self._is_iterable, self._seed = is_iterable, seed
 

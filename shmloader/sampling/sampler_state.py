@@ -328,17 +328,16 @@ class Order:
 
     Args:
         sampler: What is drawn: a sampler or a batch sampler; None if the order is computed.
-        carry_over: The samples that the next epoch begins with; None for none.
+        carry_over: The samples that the next epoch begins with.
 
     Attributes:
-        carry_over: The samples that the next epoch begins with.
+        carry_over: The argument.
     """
 
     index_sampler: Any
 
-    def __init__(self, sampler: Any, carry_over: CarryOver | None) -> None:
-        self._sampler = sampler
-        self.carry_over = CarryOver() if carry_over is None else carry_over
+    def __init__(self, sampler: Any, carry_over: CarryOver) -> None:
+        self._sampler, self.carry_over = sampler, carry_over
         self._epoch = DrawnEpoch()
 
     def __getstate__(self) -> dict[str, Any]:

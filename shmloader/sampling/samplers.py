@@ -343,41 +343,25 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
 
     def _draw(self, epoch: int) -> Iterator[list[Any]]:
         random = random_numbers(self.seed, epoch)
-        order = (self._shuffled_order(random) if self.shuffle else self._order()).tolist()
-        full_count = len(order) // self._step_size
-        steps = random.permutation(full_count).tolist() if self.shuffle else range(full_count)
-        for step in steps:
-            begin = step * self._step_size
-            yield self._as_step(self._batches(order[begin : begin + self._step_size]))
-        if full_count < len(self):
-            yield self._as_step(self._last_batches(order))
+        order = self._order(random).tolist()
+        size, whole, count = self.batch_size, self._step_size, len(order) // self._step_size
+        steps = random.permutation(count).tolist() if self.shuffle else range(count)
+        firsts = [step * whole for step in steps]
+        if count < len(self):  # the last step is filled up with the batches before it
+            firsts.append(max(0, math.ceil(len(order) / size) * size - whole))
+        for first in firsts:
+            end = min(first + whole, len(order))
+            batches = [order[begin : min(begin + size, end)] for begin in range(first, end, size)]
+            step = [*islice(cycle(batches), whole // size)]
+            yield step if self.num_shards else step[0]
 
-    def _as_step(self, batches: list[list[int]]) -> list[Any]:
-        return batches if self.num_shards else batches[0]
-
-    def _order(self) -> npt.NDArray[np.int64]:
-        """Return the indices sorted by length, and with equal lengths by index."""
-        return np.argsort(self.lengths, kind="stable")
-
-    def _shuffled_order(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Return the indices by bucket, in random order within each bucket."""
+    def _order(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Return the indices sorted by length; with ``shuffle``, in random order within buckets."""
+        if not self.shuffle:
+            return np.argsort(self.lengths, kind="stable")
         # Shuffled before sorting, so that samples of equal length fall into buckets at random.
         mixed = random.permutation(len(self.lengths))
         order = mixed[np.argsort(self.lengths[mixed], kind="stable")]
         for begin, end in pairwise(self._edges):
             random.shuffle(order[begin:end])
         return order
-
-    def _batches(self, indices: list[int]) -> list[list[int]]:
-        return [
-            indices[begin : begin + self.batch_size]
-            for begin in range(0, len(indices), self.batch_size)
-        ]
-
-    def _last_batches(self, order: list[int]) -> list[list[int]]:
-        """Return the batches of a short last step, filled up with the batches before them."""
-        wanted_count = self._step_size // self.batch_size
-        batch_count = math.ceil(len(order) / self.batch_size)
-        first = max(0, batch_count - wanted_count)
-        batches = self._batches(order[first * self.batch_size :])
-        return list(islice(cycle(batches), wanted_count))

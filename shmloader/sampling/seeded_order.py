@@ -3,7 +3,8 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from shmloader.sampling.steps import (
 )
 
 
+@dataclass(eq=False)
 class SeededOrder(Order, Sampler[PositionedIndices]):
     """Yields the steps of one rank: index lists, or lists of index lists, with their positions.
 
@@ -65,35 +67,28 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             index lists.
         may_shard: Whether the batch sampler may yield lists of index lists, which are then checked.
         ranks: Finds the rank and the world size; None for rank 0 of 1.
-        carry_over: What the next epoch begins with; None for nothing.
+        carry_over: What the next epoch begins with.
         counter: Counter of the loader's epochs, if ``items`` may draw from the samplers that the
             loader made. Each further pass of such a sampler then has the order of a further epoch.
     """
 
-    def __init__(
-        self,
-        batch_size: int | None,
-        num_shards: int,
-        last_batch: LastBatch,
-        seed: int,
-        *,
-        length: int | Sized | None = None,
-        shuffle: bool = False,
-        items: Iterable[Any] | None = None,
-        device_count: int = 0,
-        may_shard: bool = True,
-        ranks: Ranks | None = None,
-        carry_over: CarryOver | None = None,
-        counter: EpochCounter | None = None,
-    ) -> None:
-        super().__init__(items, carry_over)
-        self._batch_size, self._num_shards = batch_size, num_shards
-        self._ranks = ranks
-        self._last_batch, self._seed = last_batch, seed
-        self._length, self._shuffle = length, shuffle
-        self._device_count, self._may_shard = device_count, may_shard
-        self._counter = counter
-        self.known_epochs: tuple[int | None, ...] = (epoch_of(items),)
+    batch_size: int | None
+    num_shards: int
+    last_batch: LastBatch
+    seed: int
+    _: KW_ONLY
+    length: int | Sized | None = None
+    shuffle: bool = False
+    items: Any = None
+    device_count: int = 0
+    may_shard: bool = True
+    ranks: Ranks | None = None
+    carry_over: CarryOver = field(default_factory=CarryOver)
+    counter: EpochCounter | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.items, self.carry_over)
+        self.known_epochs: tuple[int | None, ...] = (epoch_of(self.items),)
         # The epoch that other code had set there before the newest epoch was set.
         self._named: int | None = None
         self._steps: Steps | None = None
@@ -108,8 +103,8 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
         Raises ValueError while the ranks are not known.
         """
-        share = (self._batch_size or 1) * max(1, self._num_shards)
-        return Cut(share) if self._ranks is None else Cut(share, *self._ranks.find())
+        share = (self.batch_size or 1) * max(1, self.num_shards)
+        return Cut(share) if self.ranks is None else Cut(share, *self.ranks.find())
 
     @property
     def index_sampler(self) -> "SeededOrder":
@@ -121,22 +116,22 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         # An epoch that continues on other ranks may begin within one of their steps.
         progress = self._epoch.progress
         offset = progress.start % progress.unit
-        return self.cut.step_count(max(0, self._item_count() - offset), self._last_batch)
+        return self.cut.step_count(max(0, self._item_count() - offset), self.last_batch)
 
     @property
     def is_sharded(self) -> bool:
         """Whether each step is a list of batches that this order cuts."""
-        return self._num_shards > 0
+        return self.num_shards > 0
 
     @property
     def takes_batches(self) -> bool:
         """Whether each step is an item of the user's sampler or batch sampler."""
-        return self._batch_size is None and self._sampler is not None
+        return self.batch_size is None and self.items is not None
 
     @property
     def may_give_lists(self) -> bool:
         """Whether a step may be a list of index lists. Otherwise, a list in a step is one index."""
-        return self.is_sharded or (self._may_shard and self._batch_size is None)
+        return self.is_sharded or (self.may_shard and self.batch_size is None)
 
     @property
     def _size(self) -> int:
@@ -144,7 +139,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         return 1 if self.takes_batches else self.cut.global_count
 
     def _item_count(self) -> int:
-        length = self._sampler if self._length is None else self._length
+        length = self.items if self.length is None else self.length
         count = length if isinstance(length, int) else len(length)
         return count + len(self.carry_over.samples)
 
@@ -159,7 +154,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
     def __iter__(self) -> Iterator[Any]:
         """Begin the epoch, and return an iterator of its steps."""
         steps = self._steps = self._begin_steps()
-        if self._last_batch == "rollover":
+        if self.last_batch == "rollover":
             self.carry_over.begin(steps, self._size)
         # What belongs to this epoch, since another one may begin before it is drawn.
         shape = functools.partial(self._shape, steps, self._epoch)
@@ -176,7 +171,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         steps, epoch = self._steps, self._epoch
         if steps is not None and steps.position > epoch.progress.position * self._size:
             epoch.state = {**self.dump(), **DRAWN_ELSEWHERE}
-        if isinstance(steps, OrderSteps) and not self._num_shards:
+        if isinstance(steps, OrderSteps) and not self.num_shards:
             steps.as_arrays = as_arrays
         return drawing
 
@@ -184,24 +179,24 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         """Return this rank's steps of an epoch, after ``start`` samples of all ranks."""
         carried = self.carry_over.samples
         length = self._item_count() - len(carried)
-        order = DatasetOrder(length, self._seed, epoch, is_shuffled=self._shuffle, carried=carried)
-        return OrderSteps(order, self.cut, self._last_batch, start)
+        order = DatasetOrder(length, self.seed, epoch, is_shuffled=self.shuffle, carried=carried)
+        return OrderSteps(order, self.cut, self.last_batch, start)
 
     def _begin_steps(self) -> Steps:
-        items, drawn = self._sampler, self._epoch
+        items, drawn = self.items, self._epoch
         start = drawn.progress.position * self._size
         if items is None:
             return self.steps_of(drawn.number, start)
         return DrawnSteps(
             functools.partial(self._begin_items, drawn.number),
             self.cut,
-            self._last_batch,
+            self.last_batch,
             self.carry_over.samples,
             start=start,
-            rng_state=RngState(self._seed, drawn.number),
+            rng_state=RngState(self.seed, drawn.number),
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
             planned=seekable(items) if self.takes_batches else None,
-            **({"weigh": sample_count} if self._batch_size is None and self._may_shard else {}),
+            **({"weigh": sample_count} if self.batch_size is None and self.may_shard else {}),
         )
 
     def _begin_items(self, epoch: int, first: int = 0) -> Iterator[Any]:
@@ -214,30 +209,30 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         state.restore_generators(saved)
         has_own = state.restore_own(saved)
         self.dump()  # before anything is drawn
-        with contextlib.nullcontext() if self._counter is None else self._counter.telling():
-            set_epoch_of(self._sampler, epoch)
+        with contextlib.nullcontext() if self.counter is None else self.counter.telling():
+            set_epoch_of(self.items, epoch)
         self.known_epochs = epoch, epoch + 1  # which it counts by itself
         if first:
-            return only_next(self._sampler.seek(first, saved.get("place")))
+            return only_next(self.items.seek(first, saved.get("place")))
         return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        items = iterate(self._sampler)
-        return items if self._counter is None else self._counter.count_passes(items)
+        items = iterate(self.items)
+        return items if self.counter is None else self.counter.count_passes(items)
 
     def _shape(self, steps: Steps, epoch: DrawnEpoch, items: list[Any]) -> PositionedIndices:
         """Return a ticket's indices."""
-        cut, size, step = steps.cut, self._batch_size, items
+        cut, size, step = steps.cut, self.batch_size, items
         position = steps.position - cut.global_count
         if steps.newest is not None:
             epoch.add(steps.position // self._size, steps.newest)
         if size is None:
             (step,) = items
-            error = self._may_shard and wrong_step(step, position // self._size, self._device_count)
+            error = self.may_shard and wrong_step(step, position // self._size, self.device_count)
             if error:
                 steps.is_over = True  # what follows would be counted wrongly
                 raise error
-        elif self._num_shards:
+        elif self.num_shards:
             step = [items[at : at + size] for at in range(0, len(items), size)]
         first = position + cut.rank * cut.share
         return PositionedIndices(step, epoch.number, first, is_whole=size is None)
@@ -246,11 +241,11 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
         """Ignore an epoch that other code set in the sampler before: the loader's was set later."""
-        self.known_epochs, self._named = (epoch_of(self._sampler),), None
+        self.known_epochs, self._named = (epoch_of(self.items),), None
 
     def named_epoch(self) -> int | None:
         """Return the epoch that other code, not its own count, has set in the user's sampler."""
-        now = epoch_of(self._sampler)
+        now = epoch_of(self.items)
         return self._named if now in (None, *self.known_epochs) else now
 
     # States ------------------------------------------------------------------------------
@@ -265,22 +260,22 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         if not epoch.state:
             own = {"state": epoch.saved["state"]} if "state" in epoch.saved else {}
             epoch.state = {**self.dump_next(generator), **own, "has_started": True}
-        return epoch.dump(self._sampler)
+        return epoch.dump(self.items)
 
     def facts(self) -> dict[str, Any]:
         """Return what a state and this loader must have in common, on any number of ranks."""
-        kind = "shuffled" if self._shuffle else "in order"
+        kind = "shuffled" if self.shuffle else "in order"
         batch: int | str = self.cut.global_count
         if self.takes_batches:  # which ranks take in turns, however many ranks there are
-            size, shards = size_of_batches(self._sampler), probe(self._sampler, "num_shards")
+            size, shards = size_of_batches(self.items), probe(self.items, "num_shards")
             batch = "any number of samples" if size is None else f"{size} samples"
             if isinstance(shards, int) and shards:
                 batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
-            "order": kind if self._sampler is None else describe(self._sampler, has_facts=True),
-            "last_batch": self._last_batch,
-            "seed": self._seed,
+            "order": kind if self.items is None else describe(self.items, has_facts=True),
+            "last_batch": self.last_batch,
+            "seed": self.seed,
         }
 
     def check_progress(self, state: dict[str, Any]) -> None:
@@ -294,7 +289,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
                 "rank has a state of its own: load it on that rank of as many ranks, or save "
                 "states with in_order=True."
             )
-        if self._sampler is not None:
+        if self.items is not None:
             return  # checked when the user's sampler is drawn
         # The number of steps of the rank with the most, since the state may be another rank's.
         carried = len(state["sampler"].get("carry_over", ())) - len(self.carry_over.samples)
@@ -324,12 +319,12 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def sample_count(self) -> int:
         """Return the number of samples of this rank in the running epoch, or in the next one."""
-        return self.cut.own_count(self._item_count(), self._last_batch)
+        return self.cut.own_count(self._item_count(), self.last_batch)
 
     def without_repeats(self) -> "SeededOrder":
         """Return a copy that has each sample once: none is repeated, and none is left out."""
         other = copy.copy(self)
-        other._last_batch = "keep"
+        other.last_batch = "keep"
         return other
 
     def repeats_before(self, position: int) -> int:

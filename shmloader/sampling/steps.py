@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.grammar import counted
+from shmloader.interruptions import Caught, attempt
 from shmloader.sampling.indices import IndexArray, Permutation
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import RngState
@@ -309,7 +310,8 @@ class CarryOver:
         is_done = steps is not None and progress.position * self._size >= steps.position
         if steps is None or not (progress.is_ended or is_done):
             return
-        if progress.is_ended or _is_all(progress.position, batches):
+        count = attempt(len, batches)  # it may have none, or not know it yet
+        if progress.is_ended or (not isinstance(count, Caught) and progress.position >= count):
             next(steps, None)  # without workers, the end has not been drawn yet
         if steps.is_over:
             self.replace(steps.left_over)
@@ -317,13 +319,6 @@ class CarryOver:
     def copy(self) -> "CarryOver":
         """Return a copy without the running epoch, which stays with the original."""
         return CarryOver(self.samples)
-
-
-def _is_all(count: int, batches: Sized) -> bool:
-    try:
-        return count >= len(batches)
-    except (TypeError, NotImplementedError):  # the length is not known, or not yet
-        return False
 
 
 # Users' samplers --------------------------------------------------------------------------

@@ -180,9 +180,6 @@ class TokenBatches(EpochSampler[list[int]]):
         """
         return len(self._windows(self.epoch if self._running is None else self._running))
 
-    def _draw(self, epoch: int) -> Iterator[list[int]]:
-        return self._draw_from(epoch, 0)
-
     def seek(self, position: int, place: list[int] | None = None) -> Iterator[list[int]]:
         """Yield the batches of the next epoch from one on, without those before.
 
@@ -193,7 +190,7 @@ class TokenBatches(EpochSampler[list[int]]):
         self.epoch = epoch + 1
         if place is not None and place[0] == epoch:
             self._epochs[epoch] = self._plan(epoch, (place[1], place[2]))
-        yield from self._draw_from(epoch, position)
+        yield from self._draw(epoch, position)
 
     def place(self, position: int) -> list[int] | None:
         """Return the epoch, the window and the batches before it, of a batch of the last epoch."""
@@ -201,7 +198,7 @@ class TokenBatches(EpochSampler[list[int]]):
         found = None if windows is None else windows.place(position)
         return None if found is None else [self._newest, *found]
 
-    def _draw_from(self, epoch: int, position: int) -> Iterator[list[int]]:
+    def _draw(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
         self._newest = self._running = epoch
         if not self._windows(epoch).knows(position):
             self._epochs[epoch] = self._plan(epoch)
