@@ -318,8 +318,8 @@ class DataLoader(ResumableLoader[_T_co]):
                 self.__dict__[name] = given[name]
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
             num_workers = self._begin_adapting(num_workers, dataset)
-        has_tasks = executor is not None and num_workers and prefetch_factor is None
-        prefetch_factor = 1 if has_tasks else prefetch_factor
+        if executor is not None and num_workers and prefetch_factor is None:
+            prefetch_factor = 1
         if last_batch is not None:
             if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
                 # A framework builds this loader with the batch sampler of another rollover loader.
@@ -332,8 +332,9 @@ class DataLoader(ResumableLoader[_T_co]):
             makes_batches = batch_sampler is None and not isinstance(dataset, Stream)
             drop_last = drop_last or (last_batch == "discard" and makes_batches)
         if Stream in type(dataset).__mro__:
-            samplers = sampler, batch_sampler
-            check_order_of_stream(shuffle, samplers, drops_last=drop_last and batch_size is None)
+            check_order_of_stream(
+                shuffle, (sampler, batch_sampler), drops_last=drop_last and batch_size is None
+            )
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
             pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
@@ -454,13 +455,13 @@ class DataLoader(ResumableLoader[_T_co]):
 
         A sampler of the user's is not asked for its length, which may be slow or draw numbers.
         """
-        count, is_map = config.num_workers, not (self._is_iterable or config.hear)
+        batches = count = config.num_workers
+        is_map = not (config.fetch.is_iterable or config.fetch.reads)
         has_own_count = self._adapter is not None or config.worker_scope == "host"
         if count == 1 or not is_map or has_own_count:
             return None
         if not all(map(is_known, chain(plan.newest.index_sampler))):
             return None
-        batches = count
         with Suppressed(Exception):  # without a length, or drawing raises the same
             batches = len(plan.newest)
         if batches >= count:
@@ -477,10 +478,10 @@ class DataLoader(ResumableLoader[_T_co]):
 
     def _warn_of_torchs_workers(self) -> None:
         """Warn that torch's own workers load, or raise if they cannot do all arguments."""
-        text = describe_unsupported()
-        given = [*(read_options(self).keys() - {"devices", "snapshot_every_n_steps"})]
+        text, given = describe_unsupported(), {*read_options(self)}
+        given -= {"devices", "snapshot_every_n_steps"}
         if self._sharing.ranks is not None:
-            given.append("ShardedDataLoader")
+            given.add("ShardedDataLoader")
         if given:
             raise RuntimeError(f"{text} These cannot be combined with {', '.join(sorted(given))}.")
         warn_user(text, RuntimeWarning)

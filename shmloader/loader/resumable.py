@@ -167,7 +167,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             sources = self._order_sources()
             if not all(map(operator.is_, sources, plan.sources)):
                 plan.order, plan.sources = self._make_order(), sources
-        plan.generator = self.generator
+        plan.generator = plan.order.generator = self.generator
         return plan
 
     def _order_sources(self) -> tuple[object, ...]:

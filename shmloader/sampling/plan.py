@@ -170,7 +170,7 @@ class EpochPlan:
 
     def draw(self, drawing: Iterator[Any], *, as_arrays: bool = False) -> Iterator[Any]:
         """Return an iterator of the index batches of the epoch that has begun; see the orders."""
-        indices: Iterator[Any] = self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
+        indices: Iterator[Any] = self.newest.draw(drawing, as_arrays=as_arrays)
         if self.is_elsewhere and isinstance(indices, EpochDraw):
             indices.draw_first()  # while the generators have the states for it
         return indices
@@ -178,7 +178,7 @@ class EpochPlan:
     @property
     def state(self) -> SamplerState:
         """Takes and restores states of the next epoch's sampler."""
-        state: SamplerState = self.order.state(self.generator)
+        state: SamplerState = self.order.state()
         return state
 
     def state_dict(self, *, draws_seed: bool, in_order: bool = True) -> dict[str, Any]:
@@ -191,14 +191,14 @@ class EpochPlan:
         counter = self.counter
         if counter.newest is None or counter.progress.is_ended:
             self.newest.commit()
-            sampler = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
+            sampler = {**self.order.dump_next(), "base_seed": draws_seed}
             facts, progress = self.order.facts(), {"epoch": counter.next, "position": 0}
             return {**facts, **progress, "sampler": sampler}
         return {
             **self.newest.facts(),
             "epoch": counter.newest,
             **self.newest.dump_progress(in_order=in_order),
-            "sampler": self.newest.dump(self.generator),
+            "sampler": self.newest.dump(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

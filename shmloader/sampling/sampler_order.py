@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler
 
 from shmloader.sampling.hooks import seekable, set_epoch_of
@@ -54,11 +53,9 @@ class SamplerOrder(Order):
         """Set the epoch of samplers that count epochs."""
         set_epoch_of(self.index_sampler, epoch)
 
-    def draw(
-        self, drawing: Iterator[Any], generator: torch.Generator | None, *, as_arrays: bool
-    ) -> Iterator[Any]:
+    def draw(self, drawing: Iterator[Any], *, as_arrays: bool) -> Iterator[Any]:
         """Return an iterator of the index batches that were not delivered; see :class:`Order`."""
-        state = self.state(generator)
+        state = self.state()
         if self._is_iterable:
             # The base seed of a resumed epoch was drawn when the epoch first began. torch has drawn
             # another one for these workers, so set the generators back.
@@ -72,7 +69,7 @@ class SamplerOrder(Order):
             drawing = array_batches(self.index_sampler, drawing) or drawing
         return EpochDraw(self, self._epoch, drawing, state)
 
-    def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """Return the state of the newest epoch, as plain values."""
         epoch = self._epoch
         if epoch.undrawn is not None:
@@ -80,18 +77,18 @@ class SamplerOrder(Order):
             # epoch would have another order.
             epoch.undrawn.draw_first()
         if not epoch.state:  # an iterable dataset
-            return {**self.state(generator).dump(has_started=False), "has_started": True}
+            return {**self.state().dump(has_started=False), "has_started": True}
         return epoch.dump(self.index_sampler)
 
-    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
+    def dump_next(self) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values.
 
         It has the states of those global generators from which that epoch may be drawn: its order,
         the base seed of its workers, and an iterable dataset's order in this process.
         """
-        state = self.state(generator)
+        state = self.state()
         names = GLOBAL_GENERATORS if self._is_iterable else state.global_generators
-        if not names and (state.draws_seed or generator is None):
+        if not names and (state.draws_seed or self.generator is None):
             names = ("torch",)
         dumped = state.dump(has_started=False)
         if self._seed is None and names:

@@ -332,9 +332,11 @@ class Order:
 
     Attributes:
         carry_over: The argument.
+        generator: The loader's generator, which the loader sets and a seeded order does not use.
     """
 
     index_sampler: Any
+    generator: torch.Generator | None = None
 
     def __init__(self, sampler: Any, carry_over: CarryOver) -> None:
         self._sampler, self.carry_over = sampler, carry_over
@@ -356,18 +358,11 @@ class Order:
         """Return the epoch that other code has set in the sampler, if the loader has to know it."""
         return None
 
-    def draw(
-        self,
-        drawing: Iterator[Any],
-        generator: torch.Generator | None,  # noqa: ARG002 - most orders depend on a seed
-        *,
-        as_arrays: bool,  # noqa: ARG002 - most orders have no arrays
-    ) -> Iterator[Any]:
+    def draw(self, drawing: Iterator[Any], *, as_arrays: bool) -> Iterator[Any]:  # noqa: ARG002
         """Return an iterator of the epoch's index batches that were not delivered yet.
 
         Args:
             drawing: The newest iterator of the index sampler.
-            generator: The loader's generator.
             as_arrays: Whether the batches of torch's samplers, and those of the dataset's indices
                 without shards, may be ranges or arrays.
         """
@@ -377,13 +372,13 @@ class Order:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
         self.carry_over.commit(self._epoch.progress, self.index_sampler)
 
-    def state(self, generator: torch.Generator | None = None) -> SamplerState:
+    def state(self) -> SamplerState:
         """Return an object that takes and restores states of the next epoch."""
-        return SamplerState(self._sampler, self.carry_over, generator)
+        return SamplerState(self._sampler, self.carry_over, self.generator)
 
-    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
+    def dump_next(self) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""
-        return self.state(generator).dump(has_started=False)
+        return self.state().dump(has_started=False)
 
     def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - no ranks
         """Return how far the newest epoch has come, as plain values."""

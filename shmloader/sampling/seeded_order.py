@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sized
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
 from shmloader.interruptions import probe
@@ -160,13 +159,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         shape = functools.partial(self._shape, steps, self._epoch)
         return map(shape, self._epoch.progress.left_to_do(steps))
 
-    def draw(
-        self,
-        drawing: Iterator[Any],
-        generator: torch.Generator | None,  # noqa: ARG002 - the seed decides
-        *,
-        as_arrays: bool,
-    ) -> Iterator[Any]:
+    def draw(self, drawing: Iterator[Any], *, as_arrays: bool) -> Iterator[Any]:
         """Return ``drawing``, the newest iterator of this order; see :class:`Order`."""
         steps, epoch = self._steps, self._epoch
         if steps is not None and steps.position > epoch.progress.position * self._size:
@@ -250,16 +243,16 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     # States ------------------------------------------------------------------------------
 
-    def state(self, generator: torch.Generator | None = None) -> SamplerState:  # noqa: ARG002
+    def state(self) -> SamplerState:
         """Return an object that takes and restores states; the loader's generator is not used."""
-        return super().state()
+        return SamplerState(self.items, self.carry_over, None)
 
-    def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """Return the state of the newest epoch, as plain values."""
         epoch = self._epoch
         if not epoch.state:
             own = {"state": epoch.saved["state"]} if "state" in epoch.saved else {}
-            epoch.state = {**self.dump_next(generator), **own, "has_started": True}
+            epoch.state = {**self.dump_next(), **own, "has_started": True}
         return epoch.dump(self.items)
 
     def facts(self) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-import torch
-
 from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.progress import Progress
@@ -330,7 +328,7 @@ class ReaderOrder(Order):
             return rounds.at
         raise AssertionError  # pauses() has no end
 
-    def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """Return where the newest epoch is, as plain values."""
         self._pass()
         number, reader = self._last_of_step()
@@ -338,12 +336,12 @@ class ReaderOrder(Order):
         readers = {"at": [number, reader], "facts": facts}
         if not self._sizes:
             self._sizes = self._sizes_now(self._epoch.number)
-        state = self.state(generator).dump(has_started=False)
+        state = self.state().dump(has_started=False)
         return {**state, "has_started": True, "readers": readers, "sizes": self._sizes}
 
-    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
+    def dump_next(self) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""
-        state = self.state(generator).dump(has_started=False)
+        state = self.state().dump(has_started=False)
         return {**state, "sizes": self._sizes_now(None)}
 
     def _sizes_now(self, epoch: int | None) -> str:
