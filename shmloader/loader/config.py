@@ -17,6 +17,7 @@ from shmloader.batch.arrays import is_plain_data, may_be_columns
 from shmloader.batch.fetch import FetchConfig, list_getter
 from shmloader.engine.delivery import DatasetCheckpoints, StateCost
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
+from shmloader.grammar import counted, warn_user
 from shmloader.insight.record import Statistics
 from shmloader.interruptions import Suppressed
 from shmloader.loader.options import DEFAULTS, WorkerScope, read_options, slot_share
@@ -24,6 +25,7 @@ from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import DatasetEpoch, seekable
+from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.sampling.seeded_order import SeededOrder
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
@@ -35,6 +37,9 @@ if TYPE_CHECKING:  # imported where they are used: most loaders have none of the
 # limit are copied out, so the limit decides how much shared memory may be used, never whether the
 # loader continues.
 _LEND_LIMIT = 4
+
+# A warning says so if at least this many workers have no batch.
+_MANY_IDLE = 16
 
 
 class Sharing(NamedTuple):
@@ -268,6 +273,34 @@ def config_of(loader: Any) -> LoaderConfig:
         root=loader._root,
         worker_scope=sharing.scope,
     )
+
+
+def start_count(loader: Any, config: LoaderConfig) -> int | None:
+    """Return how many worker processes the epoch that begins needs; None for all.
+
+    A sampler of the user's is not asked for its length, which may be slow or draw numbers.
+    """
+    batches, count, order = config.num_workers, config.num_workers, loader._plan.newest
+    is_fixed = config.kind == "processes" and loader._adapter is None
+    is_map = not (config.fetch.is_iterable or config.fetch.reads)
+    if count == 1 or not (is_fixed and is_map) or config.worker_scope == "host":
+        return None
+    if not all(map(is_known, chain(order.index_sampler))):
+        return None
+    with Suppressed(Exception):  # without a length, or drawing raises the same
+        batches = len(order)
+    if batches >= count:
+        return None
+    starts_all = loader.persistent_workers or config.saves_dataset
+    parts, idle_count = loader._parts, count - batches
+    if idle_count >= _MANY_IDLE and not parts.has_warned_of_idle:
+        parts.has_warned_of_idle = True
+        rest = "have nothing to do" if starts_all else "would have no batch, and do not start"
+        warn_user(
+            f"num_workers={count}, but an epoch has {counted(batches, 'batch', 'batches')}: "
+            f"{idle_count} workers {rest}. Lower num_workers to {max(1, batches)} or less."
+        )
+    return None if starts_all else max(1, batches)
 
 
 class LoaderParts:

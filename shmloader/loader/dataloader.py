@@ -27,11 +27,11 @@ from shmloader.batch.failures import OnError
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.grammar import counted, warn_user
+from shmloader.grammar import warn_user
 from shmloader.insight.record import sum_of, write_trace
 from shmloader.insight.sums import Sums
-from shmloader.interruptions import Suppressed, probe
-from shmloader.loader.config import LoaderConfig, config_of
+from shmloader.interruptions import probe
+from shmloader.loader.config import config_of, start_count
 from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
     DEFAULTS,
@@ -48,18 +48,13 @@ from shmloader.loader.options import (
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
 from shmloader.memory.limits import free_memory, usable_cores
 from shmloader.pools.adapting import Adapter, AutoCount
-from shmloader.sampling.arguments import is_cut_for_ranks, rank_of
+from shmloader.sampling.arguments import choice, is_cut_for_ranks, rank_of
 from shmloader.sampling.loader_samplers import carries_over
-from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.sampling.steps import LastBatch
 from shmloader.streams.stream import Stream
 
 if TYPE_CHECKING:
     from shmloader.insight.stats import LoaderStats
-
-# A warning says so if at least this many workers have no batch.
-_MANY_IDLE = 16
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -349,14 +344,14 @@ class DataLoader(ResumableLoader[_T_co]):
         sharing = self._sharing
         if shm_size is not None and (sharing.ranks is None or sharing.ranks.known):
             _ = config_of(self).slot_bytes
-        if seed is None and (executor is not None or self._adapter is not None):
+        is_free = executor is not None or self._adapter is not None
+        if seed is None and is_free and not is_plain_data(dataset):
             given_by = "num_workers='auto'" if executor is None else "executor="
-            if not is_plain_data(dataset):
-                warn_user(
-                    f"{given_by} lets any idle worker take the next batch, so random augmentation "
-                    "depends on timing. Give seed= to make it reproducible. Without random numbers "
-                    "in samples, this is safe to ignore."
-                )
+            warn_user(
+                f"{given_by} lets any idle worker take the next batch, so random augmentation "
+                "depends on timing. Give seed= to make it reproducible. Without random numbers "
+                "in samples, this is safe to ignore."
+            )
 
     @property
     def failures(self) -> FailureList[FailedSample]:
@@ -441,40 +436,13 @@ class DataLoader(ResumableLoader[_T_co]):
             iterator = _MultiProcessingDataLoaderIter(self)
         else:
             config = config_of(self)
-            if config.kind == "processes":
-                config.start_count = self._start_count(config, plan)
+            config.start_count = start_count(self, config)
             iterator = BatchIterator(self, config, plan, parts)
         parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator._shutdown_workers()
             raise ClosedLoaderError(LOADER_CLOSED)
         return iterator
-
-    def _start_count(self, config: LoaderConfig, plan: EpochPlan) -> int | None:
-        """Return how many workers the epoch's batches need; None for all, or if it is not known.
-
-        A sampler of the user's is not asked for its length, which may be slow or draw numbers.
-        """
-        batches = count = config.num_workers
-        is_map = not (config.fetch.is_iterable or config.fetch.reads)
-        has_own_count = self._adapter is not None or config.worker_scope == "host"
-        if count == 1 or not is_map or has_own_count:
-            return None
-        if not all(map(is_known, chain(plan.newest.index_sampler))):
-            return None
-        with Suppressed(Exception):  # without a length, or drawing raises the same
-            batches = len(plan.newest)
-        if batches >= count:
-            return None
-        starts_all = self.persistent_workers or config.saves_dataset
-        if count - batches >= _MANY_IDLE and not self._parts.has_warned_of_idle:
-            self._parts.has_warned_of_idle = True
-            rest = "have nothing to do" if starts_all else "would have no batch, and do not start"
-            warn_user(
-                f"num_workers={count}, but an epoch has {counted(batches, 'batch', 'batches')}: "
-                f"{count - batches} workers {rest}. Lower num_workers to {max(1, batches)} or less."
-            )
-        return None if starts_all else max(1, batches)
 
     def _warn_of_torchs_workers(self) -> None:
         """Warn that torch's own workers load, or raise if they cannot do all arguments."""
@@ -536,10 +504,8 @@ class DataLoader(ResumableLoader[_T_co]):
         Raises:
             ValueError: If ``of`` is neither "epoch" nor "total".
         """
-        if of not in ("epoch", "total"):
-            raise ValueError(f"of should be 'epoch' or 'total', but got of={of!r}")
         statistics = self._parts.statistics
-        if of == "epoch":
+        if choice(of, "of", ("epoch", "total")) == "epoch":
             return self._snapshot(statistics.newest(), min(1, statistics.epochs))
         return self._snapshot(statistics.total(), statistics.epochs)
 
@@ -572,8 +538,7 @@ class DataLoader(ResumableLoader[_T_co]):
         statistics, target = self._parts.statistics, Path(path)
         if statistics.traced is not None:
             raise RuntimeError("a trace of this loader is being recorded already")
-        with target.open("w"):
-            pass
+        target.write_bytes(b"")
         statistics.traced = []
         try:
             yield

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shmloader import DataLoader
+from shmloader.loader import dataloader
 from shmloader.pools.starting import OwnWorkers
 from tests.process.support import Calls
 
@@ -80,7 +81,7 @@ def test_a_sampler_of_the_users_is_not_asked_for_its_length() -> None:
 
 
 def test_an_epoch_longer_than_its_length_starts_the_workers_that_it_needs(monkeypatch) -> None:
-    monkeypatch.setattr(DataLoader, "_start_count", lambda *_: 1)
+    monkeypatch.setattr(dataloader, "start_count", lambda *_: 1)
     with loader_of(12, num_workers=4) as loader:
         count, batches = run(loader)
         assert (count, loader.stats().restarts) == (1, 0)
@@ -96,7 +97,7 @@ def test_a_worker_that_cannot_be_started_later_is_an_error(monkeypatch) -> None:
             raise OSError(11, "none left")
         return start(self, worker_id)
 
-    monkeypatch.setattr(DataLoader, "_start_count", lambda *_: 1)
+    monkeypatch.setattr(dataloader, "start_count", lambda *_: 1)
     monkeypatch.setattr(OwnWorkers, "start", fail)
     with loader_of(12, num_workers=4) as loader, pytest.raises(OSError, match="none left"):
         run(loader)
