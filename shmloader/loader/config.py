@@ -27,6 +27,7 @@ from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import DatasetEpoch, seekable
 from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.streams.stream import Stream
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
     from shmloader.device.device import Destination
@@ -199,10 +200,12 @@ def config_of(loader: Any) -> LoaderConfig:
         TypeError, ValueError: If one is wrong, or cannot be combined with another one.
     """
     values, sharing, parts = read_options(loader), loader._sharing, loader._parts
-    saves_dataset, interval = loader._saves_dataset, loader._snapshot_interval
+    saves_dataset = loader._saves_dataset
     if saves_dataset:
         parts.state_cost.is_watched = loader.snapshot_every_n_steps == "auto"
-    count, dataset, stream = loader.num_workers, loader.dataset, loader._stream
+    count, dataset = loader.num_workers, loader.dataset
+    # Loaders may be made for short epochs, so the property is called only if it has a value.
+    stream = loader._stream if Stream in type(dataset).__mro__ else None
     collate_fn, collates, hear = loader.collate_fn, loader._auto_collation, None
     is_host, is_map = sharing.scope == "host", not loader._is_iterable
     if stream is not None:
@@ -214,11 +217,11 @@ def config_of(loader: Any) -> LoaderConfig:
         dataset, collates = stream, stream.is_batched
         collate_fn = stream.collate or collate_fn
     order = None if sharing.ranks is None else loader._present_plan.order
-    seed, raises = loader._sample_seed, values.get("on_error", "raise") == "raise"
-    keeps_size = values.get("on_error") == "skip" and loader._is_in_ranks
+    seed, on_error = loader._sample_seed, values.get("on_error", "raise")
+    keeps_size = on_error == "skip" and loader._is_in_ranks
     # Batches are gathered from a dataset that consists of arrays only.
     takes_arrays = (
-        raises
+        on_error == "raise"
         and is_map
         and stream is None
         and collates
@@ -231,7 +234,7 @@ def config_of(loader: Any) -> LoaderConfig:
         keep_size=keeps_size,
         may_shard=isinstance(order, SeededOrder) and order.may_give_lists,
         seed=None if seed is None else loader._seed_of_samples(seed),
-        snapshot_every=interval if saves_dataset else 0,
+        snapshot_every=loader._snapshot_interval if saves_dataset else 0,
         is_persistent=bool(loader.persistent_workers),
         concurrency=values.get("fetch_concurrency"),
         sample_timeout_s=values.get("sample_timeout"),
@@ -283,7 +286,7 @@ def start_count(loader: Any, config: LoaderConfig) -> int | None:
     batches, count, order = config.num_workers, config.num_workers, loader._plan.newest
     is_fixed = config.kind == "processes" and loader._adapter is None
     is_map = not (config.fetch.is_iterable or config.fetch.reads)
-    if count == 1 or not (is_fixed and is_map) or config.worker_scope == "host":
+    if not (is_fixed and is_map) or config.worker_scope == "host":
         return None
     if not all(map(is_known, chain(order.index_sampler))):
         return None

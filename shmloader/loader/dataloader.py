@@ -408,11 +408,15 @@ class DataLoader(ResumableLoader[_T_co]):
             plan = self._present_plan
             resumed = plan.resumed
             try:
-                plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
-                is_new = plan.resumed is None
-                with contextlib.nullcontext() if is_new else self._resuming(plan):
+                if resumed is not None:
+                    plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
+                if plan.resumed is None:  # loaders may be made for short epochs
                     self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
+                else:
+                    with self._resuming(plan):
+                        self._begin_epoch(plan, draws_seed=draws_seed)
+                        iterator = make()
             except BaseException:
                 plan.undo_begin(resumed)
                 raise
@@ -427,7 +431,7 @@ class DataLoader(ResumableLoader[_T_co]):
         iterator: Any
         if self.num_workers:
             self.check_worker_number_rationality()
-        if self._needs_torchs_workers:
+        if self.num_workers and self._needs_torchs_workers:
             self._warn_of_torchs_workers()
             iterator = _MultiProcessingDataLoaderIter(self)
         elif type(self.dataset) in WRAPPED_DATA_PIPES:
@@ -436,7 +440,8 @@ class DataLoader(ResumableLoader[_T_co]):
             iterator = _MultiProcessingDataLoaderIter(self)
         else:
             config = config_of(self)
-            config.start_count = start_count(self, config)
+            if self.num_workers > 1:
+                config.start_count = start_count(self, config)
             iterator = BatchIterator(self, config, plan, parts)
         parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started

@@ -1,6 +1,5 @@
 """The order of a loader without a seed: what its samplers yield, drawn as torch draws it."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -165,26 +164,35 @@ class EpochDraw(Iterator[Any]):
         """Draw up to the first batch that was not delivered, and that one as well."""
         epoch, state = self._epoch, self._state
         saved, items = epoch.saved, only_next(self._drawing)
-        rngs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if is_drawn(self._drawing):
             epoch.state = {**state.dump(has_started=False), "has_started": True, **DRAWN_ELSEWHERE}
             self._items = items
             return
-        state.restore_generators(saved)
-        if is_resumed := saved.get("has_started", False):
+        if saved:
+            state.restore_generators(saved)
+        if saved and saved["has_started"]:
             epoch.state = saved
-            rngs = with_global_rng_state(saved.get("global_generators", {}))
+            with with_global_rng_state(saved.get("global_generators", {})):
+                items = self._draw_one(items)
         else:
             epoch.state = state.dump(has_started=True)
-        with rngs, state.seeded(epoch.state.get("seed")):
-            if state.restore_own(saved):
-                epoch.state["state"] = saved["state"]
+            items = self._draw_one(items)
+        self._items = epoch.progress.left_to_do(items)
+
+    def _draw_one(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator of the batches from the position on, of which one is drawn."""
+        epoch, state = self._epoch, self._state
+        state.seed(epoch.state.get("seed"))
+        try:
+            if "state" in epoch.saved and state.restore_own(epoch.saved):
+                epoch.state["state"] = epoch.saved["state"]
                 items = restart_if_exhausted(self._iterate)
-            if is_resumed:
+            if epoch.state is epoch.saved:
                 items = self._pass_over(items)
             self._items = items  # which may go on after an error
-            items = itertools.chain(list(itertools.islice(items, 1)), items)
-        self._items = epoch.progress.left_to_do(items)
+            return itertools.chain(list(itertools.islice(items, 1)), items)
+        finally:
+            state.seed(None)
 
     def _pass_over(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator of the batches from the position on.

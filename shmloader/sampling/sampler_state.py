@@ -11,7 +11,6 @@ Guarantees:
       draws its epoch again, up to the first batch that was not delivered.
 """
 
-import contextlib
 import copy
 import json
 import zlib
@@ -189,16 +188,10 @@ class SamplerState:
             state["global_generators"] = global_rng_state(self.global_generators)
         return state
 
-    @contextlib.contextmanager
-    def seeded(self, seed: int | None) -> Iterator[None]:
-        """Let RandomSamplers begin with a seed in the block; None for one that they draw."""
+    def seed(self, seed: int | None) -> None:
+        """Let RandomSamplers begin with a seed; None for one that they draw themselves."""
         for sampler in self._seeding:
             sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
-        try:
-            yield
-        finally:
-            for sampler in self._seeding:
-                sampler.generator = None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as in the state; raise ValueError if it does not fit."""
