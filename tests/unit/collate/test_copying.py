@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shmloader.collate import Pack, Pad, sequences
@@ -68,6 +68,7 @@ def in_python(collate, samples):
     | st.builds(Pack, separator=st.none(), fixed_tokens=st.sampled_from([None, 999])),
 )
 def test_the_compiled_part_makes_the_batches_of_python(data, lists, kind, dtype, collate):
+    assume(dtype is not np.uint8 or getattr(collate, "value", 0) >= 0)  # refused: it does not fit
     makes = data.draw(st.lists(st.sampled_from(KINDS[kind]), min_size=len(lists)))
     samples = [make(tokens, dtype) for make, tokens in zip(makes, lists, strict=False)]
     assert_same(collate(samples), in_python(collate, samples))
