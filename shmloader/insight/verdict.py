@@ -27,6 +27,7 @@ from shmloader.insight.stats import (
 from shmloader.insight.sums import Sums
 
 _NS = 1e9
+_COUNTS = ("batches", "samples", "nbytes", "restarts", "failures")
 
 #: A consumer that waits for a smaller share of its time than this would gain nothing.
 IDLE_SHARE = 0.05
@@ -90,8 +91,7 @@ def judged(stats: LoaderStats) -> LoaderStats:
             cause = "while a batch was being pinned"
             remedy = "Give device= in place of pin_memory=True: it copies from shared memory."
         case Finding.COPYING if stats.has_transform and stats.nbytes < SLOW_COPY * spent_s:
-            cause = _TEXTS[finding][0]
-            remedy = "Make device_transform cheaper: copying alone takes less."
+            cause, remedy = _TEXTS[finding][0], "Make device_transform cheaper."
         case Finding.TOO_FEW_WORKERS if spent_s >= SHORT_BATCH_S * stats.batches:
             finding, cause, remedy = _limit_of_workers(stats, spent_s)
         case Finding.DELIVERY | Finding.TOO_FEW_WORKERS:
@@ -239,8 +239,8 @@ def _is_locked(stats: LoaderStats, *, lacks_cores: bool = False) -> bool:
     busy_s, ran_s, stalled_s = _used(stats)
     least_s, most_s = (cores * stats.elapsed_s for cores in LOCKED_CORES)
     # The consumer's thread needs the lock, too. On a busy machine, all of them may run less.
-    is_limit = lacks_cores or max(ran_s, stats.cpu_s) >= least_s
-    is_limit = is_limit or ran_s + stalled_s >= WAITING_SHARE * busy_s
+    wants_lock = ran_s + stalled_s >= WAITING_SHARE * busy_s
+    is_limit = lacks_cores or wants_lock or max(ran_s, stats.cpu_s) >= least_s
     has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return is_limit and ran_s <= most_s and has_lock()
 
@@ -271,12 +271,11 @@ def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
     most = dict(sums.most)
     longest_ns = most.pop("next", 0)
     numbers = sorted({name[0] for name in (*added, *newest) if isinstance(name[0], int)})
+    known = {name: value for name, value in newest.items() if isinstance(name, str)}
+    known |= {name: added[name] for name in _COUNTS}
     stats = LoaderStats(
-        **{name: value for name, value in newest.items() if isinstance(name, str)},
+        **known,
         epochs=epochs,
-        batches=added["batches"],
-        samples=added["samples"],
-        nbytes=added["nbytes"],
         elapsed_s=elapsed_s,
         cpu_s=added["cpu"] / _NS,
         consumer_cpu_s=added["consumer_cpu"] / _NS,
@@ -293,8 +292,6 @@ def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
         stages=Times(*(added["stage", name] / _NS for name in times)),
         workers=tuple(_worker_stats(sums, number) for number in numbers),
         slots=SlotStats(lent=added["lent"], copied=added["copied"], **most),
-        restarts=added["restarts"],
-        failures=added["failures"],
         machine=machine,
     )
     return judged(stats)
