@@ -25,7 +25,8 @@ from urllib.parse import urlsplit
 
 from shmloader.errors import ShardError
 from shmloader.grammar import size
-from shmloader.streams.download import NoSpaceError, download
+from shmloader.sampling.arguments import whole_number
+from shmloader.streams.download import NO_SPACE, download
 from shmloader.streams.files import local_path
 from shmloader.streams.index import SUFFIX, cache_folder
 from shmloader.streams.locks import Lease, exclusive, exclusive_if_free, shared
@@ -65,11 +66,9 @@ class ShardCache:
             raise TypeError(f"limit should be a number of bytes, but is {limit!r}")
         if limit < 0:
             raise ValueError(f"limit should be a number of bytes, but is {limit}")
-        if threads < 1:
-            raise ValueError(f"threads should be 1 or more, but is {threads}")
         self.directory = Path(directory or cache_folder() / "shards").absolute()
         self.limit, self.storage_options = limit, dict(storage_options or {})
-        self._prefetcher = Prefetcher(threads)
+        self._prefetcher = Prefetcher(whole_number(threads, "threads", minimum=1))
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.directory)!r}, limit={self.limit})"
@@ -98,12 +97,6 @@ class ShardCache:
                     return shared(place) or self._download(url, place, lock)
                 finally:
                     lock.remove()
-        except NoSpaceError as error:
-            raise ShardError(
-                f"shard {url} does not fit on the disk of {self.directory}, where shards may take "
-                f"{size(self.limit)}. Lower the cache's limit=, or choose another directory=",
-                url,
-            ) from error
         except OSError as error:
             raise self._unusable(url, error) from error
 
@@ -117,11 +110,16 @@ class ShardCache:
             self._prefetcher.add(url, lambda url: self.open(url).close())
 
     def _unusable(self, url: str, error: OSError) -> ShardError:
-        return ShardError(
-            f"shard {url} cannot be kept in {self.directory}: {error}. Choose a directory= on a "
-            "disk of this machine, which you may write to",
-            url,
+        problem = (
+            f"cannot be kept in {self.directory}: {error}. Choose a directory= on a disk of this "
+            "machine, which you may write to"
         )
+        if error.errno in NO_SPACE:
+            problem = (
+                f"does not fit on the disk of {self.directory}, where shards may take "
+                f"{size(self.limit)}. Lower the cache's limit=, or choose another directory="
+            )
+        return ShardError(f"shard {url} {problem}", url)
 
     def _place(self, url: str) -> Path:
         """Return where a shard lies. The name ends as the URL's, which names its format."""

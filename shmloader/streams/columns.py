@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shmloader.sampling.arguments import whole_number
 from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
 
 _Record = dict[str, Any]
@@ -35,10 +36,8 @@ class _ColumnsFormat(IndexedFormat):
             raise TypeError(f"columns should be a list of names, but is {columns!r}")
         if columns is not None and not columns:
             raise ValueError("columns should have a name, or be None for all columns, but is empty")
-        if batch_rows < 1:
-            raise ValueError(f"batch_rows should be 1 or more, but is {batch_rows}")
         self._columns = None if columns is None else list(columns)
-        self._batch_rows = batch_rows
+        self._batch_rows = whole_number(batch_rows, "batch_rows", minimum=1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(columns={self._columns}, batch_rows={self._batch_rows})"

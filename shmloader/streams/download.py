@@ -22,15 +22,8 @@ _SILENCE_S = 60
 
 # What a server refuses for good, apart from these: too slow, too early, too many requests.
 _REFUSED, _LATER = range(400, 500), (408, 425, 429)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class NoSpaceError(Exception):
-    """The disk is full. Never reaches the user."""
-
-
-class _ShortReadError(Exception):
-    """Fewer bytes came than the file has."""
+#: What a disk says that is full.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def download(
@@ -47,7 +40,7 @@ def download(
 
     Raises:
         ShardError: If the file is not there, or if the last try failed.
-        NoSpaceError: If the disk is full.
+        OSError: If the disk is full.
         ImportError: If fsspec is not installed, or what it needs for this kind of address.
     """
     try:
@@ -62,19 +55,15 @@ def download(
             files.get_file(remote, str(path))
             received = path.stat().st_size
             if size is not None and received != size:
-                raise _ShortReadError(f"{received:,} of {size:,} bytes came")
+                raise EOFError(f"{received:,} of {size:,} bytes came")
         except (ImportError, ShardError):
             raise
         except Exception as error:
-            if is_interruption(error):
+            if is_interruption(error) or getattr(error, "errno", None) in NO_SPACE:
                 raise
-            if isinstance(error, OSError) and error.errno in _NO_SPACE:
-                raise NoSpaceError from error
-            if _is_final(error):
-                raise _failed(url, "", error, "Check the address, and what it needs") from error
-            if attempt == ATTEMPTS - 1:
-                tries = f" in {ATTEMPTS} tries"
-                raise _failed(url, tries, error, "Check the server and the network") from error
+            is_final = _is_final(error)
+            if is_final or attempt == ATTEMPTS - 1:
+                raise _failed(url, error, is_final) from error
             # Other processes have failed at the same time, and shall not all come back at once.
             wait_s = min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S)
             time.sleep(wait_s * random.SystemRandom().uniform(0.5, 1))
@@ -107,7 +96,10 @@ def _is_final(error: BaseException) -> bool:
     return not is_network
 
 
-def _failed(url: str, tries: str, error: BaseException, remedy: str) -> ShardError:
+def _failed(url: str, error: BaseException, is_final: bool) -> ShardError:
+    tries, remedy = f" in {ATTEMPTS} tries", "Check the server and the network"
+    if is_final:
+        tries, remedy = "", "Check the address, and what it needs"
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
     problem = f"{type(cause or error).__name__}: {cause or error}"
     return ShardError(

@@ -4,6 +4,7 @@ What decides is the end of a name: ``.gz`` and ``.tgz``, or ``.zst`` and ``.tzst
 file can only be read forward, so a place that was passed costs reading the file again.
 """
 
+import contextlib
 import gzip
 import io
 import math
@@ -74,12 +75,10 @@ def open_file(path: str, buffer_bytes: int = _BUFFER_BYTES) -> IO[bytes]:
 
 
 def _open_zstd(path: str) -> Any:
-    try:
+    with contextlib.suppress(ImportError):
         from compression import zstd  # noqa: PLC0415 - of Python 3.14
 
         return zstd.open(path, "rb")
-    except ImportError:
-        pass
     try:
         import zstandard  # noqa: PLC0415 - an extra
     except ImportError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
-from shmloader.sampling.arguments import whole_number
+from shmloader.sampling.arguments import choice, whole_number
 from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.mixed import Mixed, Phase
 from shmloader.streams.stages import Repeated, Run, Stage, share_of
@@ -55,8 +55,7 @@ def mix(
         ValueError: If there is no stream, one comes twice, they have different numbers of readers,
             or a weight is not above 0.
     """
-    if by not in ("samples", "tokens"):
-        raise ValueError(f"by should be 'samples' or 'tokens', but is {by!r}")
+    choice(by, "by", ("samples", "tokens"))
     if stop not in ("first", "all"):
         if isinstance(stop, str):
             raise ValueError(f"stop should be 'first', 'all' or a number, but is {stop!r}")

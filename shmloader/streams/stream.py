@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shmloader.grammar import warn_user
-from shmloader.sampling.arguments import flag, whole_number
+from shmloader.sampling.arguments import choice, flag, whole_number
 from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.packed import Packed
 from shmloader.streams.reader import Grouped, Reader
@@ -202,10 +202,7 @@ class Stream(IterableDataset[Any]):
                 record, every sequence that is as long as its length says. "drop" leaves it out.
             collate: Makes a batch of a list of records; ``shmloader.collate.Pack()`` by default.
         """
-        if too_long not in ("raise", "truncate", "drop"):
-            raise ValueError(
-                f"too_long should be 'raise', 'truncate' or 'drop', but is {too_long!r}"
-            )
+        choice(too_long, "too_long", ("raise", "truncate", "drop"))
         if length is not None:
             _check_callable(length)
         if collate is None:

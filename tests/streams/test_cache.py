@@ -268,7 +268,7 @@ def test_an_interrupted_download_leaves_nothing(directory, files, monkeypatch):
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="limit should be a number of bytes, but is -1"):
         ShardCache(limit=-1)
-    with pytest.raises(ValueError, match="threads should be 1 or more, but is 0"):
+    with pytest.raises(ValueError, match="threads should be 1 or more, but got threads=0"):
         ShardCache(threads=0)
 
 

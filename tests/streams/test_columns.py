@@ -172,6 +172,6 @@ def test_wrong_arguments_are_refused(format_):
         format_(columns="text")
     with pytest.raises(ValueError, match="columns should have a name"):
         format_(columns=[])
-    with pytest.raises(ValueError, match="batch_rows should be 1 or more, but is 0"):
+    with pytest.raises(ValueError, match="batch_rows should be 1 or more, but got batch_rows=0"):
         format_(batch_rows=0)
     assert repr(format_(["a"])) == f"{format_.__name__}(columns=['a'], batch_rows=256)"
