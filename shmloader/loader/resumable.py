@@ -515,7 +515,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _check_has_state(self) -> None:
         if type(self.dataset) in WRAPPED_DATA_PIPES:
             raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
-        if self._needs_torchs_workers:
+        if self.num_workers and not self.thread_pool and why_unsupported() is not None:
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
 
     @property
