@@ -121,12 +121,13 @@ def shell_blocks() -> list[object]:
 
 
 def paste(run: list[Block], folder: Path) -> Path:
-    """Writes blocks into a file, on the lines that they have on their page."""
+    """Writes blocks into a file, on their page's lines; training steps take no time."""
     lines: list[str] = []
     for block in run:
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
     path = folder / f"{run[0].path.stem.replace('-', '_')}_as_pasted.py"
-    path.write_text("\n".join(lines) + "\n")
+    code = re.sub(r"time\.sleep\(.+?\)(?=  # your training step)", "pass", "\n".join(lines) + "\n")
+    path.write_text(code)
     return path
 
 
