@@ -129,8 +129,12 @@ def probe(value: object, name: str, default: object = None) -> Any:
     This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
     for an unknown name, which never shows with torch's loader.
     """
-    found = attempt(getattr, value, name, default)
-    return default if isinstance(found, Caught) else found  # after an error, it has none
+    try:
+        return getattr(value, name, default)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        return default  # whatever was raised, the object has no such attribute
 
 
 class Wakeup:

@@ -225,7 +225,8 @@ def config_of(loader: Any) -> LoaderConfig:
         and is_map
         and stream is None
         and collates
-        and may_be_columns(dataset, are_collated=is_plain(collate_fn))
+        and may_be_columns(dataset)
+        and (is_plain(collate_fn) or may_be_columns(dataset, are_collated=False))
     )
     fetch = FetchConfig(
         not is_map,

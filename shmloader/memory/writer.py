@@ -330,6 +330,7 @@ def is_plain(collate_fn: object) -> bool:
     """
     if collate_fn is not torch_collate.default_collate:
         return False
-    ours = (torch_collate.__name__, __name__)
-    functions = torch_collate.default_collate_fn_map.values()
-    return all(getattr(function, "__module__", None) in ours for function in functions)
+    for function in torch_collate.default_collate_fn_map.values():
+        if getattr(function, "__module__", None) not in (torch_collate.__name__, __name__):
+            return False
+    return True

@@ -138,18 +138,19 @@ def report_unlocked(channel: socket.socket) -> None:
 class _Client:
     """One client of this worker: its socket, its queue, and what makes its batches.
 
-    ``poll`` is what the worker waits for messages by, and watches the socket already.
+    The worker sets ``poll``, by which it waits for messages, and which watches the socket.
     """
+
+    poll: select.epoll
 
     def __init__(
         self,
-        poll: select.epoll,
         channel: socket.socket,
         tasks: TaskConfig,
         page: StatusPage,
         worker_id: int,
     ) -> None:
-        self._poll, self.channel, self._tasks = poll, channel, tasks
+        self.channel, self._tasks = channel, tasks
         self.line = page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
         self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
@@ -215,10 +216,10 @@ class _Client:
             return
         if is_received:
             self._sockets = (self.channel, self._queue)
-            watch_queue(self._poll, self._queue)
+            watch_queue(self.poll, self._queue)
         else:
             self._sockets = (self.channel,)
-            self._poll.unregister(self._queue)
+            self.poll.unregister(self._queue)
 
     def look_whether_full(self) -> None:
         """Set ``is_full``, for a rank that shares this worker.
@@ -229,7 +230,7 @@ class _Client:
         is_full = not self._writable.poll(0)
         if is_full is not self.is_full:
             self.is_full = is_full
-            self._poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+            self.poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
             self._serve_queue(is_served=self._serves_queue)
 
     def _make_batch(self, task: messages.Task) -> None:
@@ -262,7 +263,7 @@ class _Client:
     def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
         self._serve_queue(is_served=False)
-        self._poll.unregister(self.channel)
+        self.poll.unregister(self.channel)
         self.channel.close()
         if self._queue is not None:
             self._queue.close()
@@ -285,14 +286,14 @@ class _Worker:
         self._is_shared = start.client is None
         # The one that was served longest ago comes first.
         self._clients: list[_Client] = []
-        self._poll = select.epoll()
-        self._poll.register(channel, select.EPOLLIN)
         if start.client is not None:
-            self._add(_Client(self._poll, channel, *start.client, start.worker_id))
+            self._add(_Client(channel, *start.client, start.worker_id))
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the channel is closed."""
         pid = os.getpid()
+        self._poll = select.epoll()  # now that what this process has inherited is closed
+        self._poll.register(self._channel, select.EPOLLIN)
         functions = ForkedPayload(self._prepare(payload))
         for client in self._clients:
             self._open(client, functions)
@@ -387,6 +388,7 @@ class _Worker:
 
     def _open(self, client: _Client, functions: Any) -> None:
         """Give the dataset and the client's functions to what makes the client's batches."""
+        client.poll = self._poll
         pid, server, error = os.getpid(), client.server, self._error
         try:
             if error is None:
@@ -426,7 +428,7 @@ class _Worker:
             channel.close()
             return
         self._poll.register(channel, select.EPOLLIN)
-        client = _Client(self._poll, channel, tasks, page, self._start.worker_id)
+        client = _Client(channel, tasks, page, self._start.worker_id)
         self._add(client)
         self._open(client, functions)
 
