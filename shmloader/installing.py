@@ -326,14 +326,15 @@ def install(**options: Unpack[InstallOptions]) -> InstallReport:
     """Make every loader of torch's run on shmloader's engine, from its next ``iter()`` on.
 
     This applies to every ``torch.utils.data.DataLoader`` of this process, including subclasses and
-    loaders that were created before. The loaders keep their class, attributes, order and random
-    numbers, and their batches are the same as before, unless an argument such as ``seed`` changes
-    that. The arguments apply to each loader that they fit.
+    loaders that were created before. The loaders keep their class and attributes. Their order,
+    random numbers and batches stay the same, unless an argument such as ``seed`` changes them. The
+    arguments apply to each loader that they fit.
 
-    Some loaders run on torch's iterators as before: loaders whose ``__iter__`` or ``_get_iterator``
-    does not call torch's, loaders of data pipes, and loaders with a ``multiprocessing_context``
-    whose ``Process`` is no process, but a thread. So do loaders with worker processes on a system
-    where shmloader cannot have any. Loaders of shmloader's classes keep their own arguments.
+    Some loaders run on torch's iterators as before: those of data pipes, and those whose
+    ``__iter__`` or ``_get_iterator`` does not call torch's. So do loaders whose
+    ``multiprocessing_context`` has threads in place of processes, and loaders with worker processes
+    on a system where shmloader cannot have any. Loaders of shmloader's classes keep their own
+    arguments.
 
     A process that is started by "spawn" or "forkserver" has to call this function itself. A second
     call replaces the arguments and begins a new report.

@@ -153,7 +153,7 @@ def sample_rng() -> np.random.Generator:
     All calls for one sample return the same generator. With ``thread_pool=True``, a seed affects
     this generator only, since all threads share the generators of ``random``, ``numpy.random`` and
     torch. A thread that you start does not belong to the sample, unless ``asyncio.to_thread``
-    started it: call this function before you start the thread, and pass the generator to it.
+    started it. Call this function before you start the thread, and pass the generator to it.
 
     Returns:
         A ``numpy.random.Generator`` over Philox.

@@ -45,8 +45,9 @@ class TokenBlocks(Dataset[Any]):
 
     Raises:
         TypeError: If the tokens are not ints, or an argument has a wrong type.
-        ValueError: If the array has another shape, a file needs ``dtype`` or has a part of a token,
-            there are too few tokens for a block, or boundaries do not ascend or lie outside.
+        ValueError: If the array has another shape, or there are too few tokens for a block. If a
+            file needs ``dtype``, or ends within a token. If boundaries do not ascend, or lie
+            outside the tokens.
     """
 
     __module__ = "shmloader"  # users import it from there

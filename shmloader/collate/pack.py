@@ -50,8 +50,8 @@ class Pack(Collate):
       whole sequences, which are numbers or among ``stacked``, are stacked;
     - ``position_ids``: the position of each token in its sequence, int64;
     - ``seq_idx``: the number of each token's sequence, int32;
-    - ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where the sequences begin and the last one ends: 0,
-      then the sums of the lengths; int32, of shape (sequences + 1,);
+    - ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where each sequence begins, and where the last one
+      ends, as int32 of shape (sequences + 1,);
     - ``max_length_q`` and ``max_length_k``: the length of the longest sequence, an int;
     - other fields: those with an item for each token are packed as well, numbers are stacked.
       ``attention_mask`` is left out, since nothing is padded.

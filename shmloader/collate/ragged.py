@@ -104,8 +104,9 @@ class RaggedBatch(Sequence[dict[str, Any]]):
 
     Attributes:
         fields: The fields by key, each with an item for each sample. A :class:`Ragged` is for
-            samples of different lengths, and an array or a CPU tensor for samples of one shape:
-            its first dimension is the samples. Any other sequence will do, such as a list of texts.
+            samples of different lengths. An array or a CPU tensor, whose first dimension is the
+            samples, is for samples of one shape. Any other sequence will do, such as a list of
+            texts.
 
     Args:
         fields: The fields.

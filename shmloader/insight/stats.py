@@ -204,8 +204,8 @@ class LoaderStats:
         persistent_workers: Whether the workers persist after an epoch.
         in_order: Whether batches wait for earlier ones.
         is_auto: Whether the loader chooses the number of workers itself.
-        fetch_concurrency: Number of samples of a batch that a worker loads at once. 0 where that
-            cannot be more: without workers or indices, or if one call loads the whole batch.
+        fetch_concurrency: Number of samples of a batch that a worker loads at once. It is 0 if it
+            cannot be raised: without workers or indices, or with one call for a whole batch.
         has_transform: Whether there is a ``device_transform``.
         batches: Number of batches delivered.
         samples: Number of samples in these batches.

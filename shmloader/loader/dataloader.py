@@ -99,7 +99,7 @@ class DataLoader(ResumableLoader[_T_co]):
             are made.
         generator: Random generator for shuffling and for the base seed of the workers.
         seed: A whole number, 0 or more. The same seed gives the same order and the same random
-            augmentation for any number of workers: a sample's random numbers depend only on the
+            augmentation for any number of workers. A sample's random numbers depend only on the
             seed, the epoch and the sample's position in the order. ``shuffle=True`` orders by the
             seed in place of torch's global generator. A ``sampler`` or ``batch_sampler`` is drawn
             with generators of ``random``, ``numpy.random`` and torch that depend on the seed and
@@ -108,21 +108,21 @@ class DataLoader(ResumableLoader[_T_co]):
             :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
             fetched one by one, even if the dataset has ``__getitems__``. Setting the generators
             takes 9 µs a sample, and up to 35 µs after large transforms. This is left out for
-            samples that cannot draw: those of tensors, arrays and lists, and of a dataset whose
-            ``__getitem__`` only looks up (``return self.items[index]``). It is also left out for
-            torch's ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
-            With ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the
-            state of the process's generators is restored after each batch that has set them, which
-            takes about 18 µs. Positions are counted in this loader's order. So with a sampler that
-            is cut for ranks (``DistributedSampler``), random numbers depend on the rank as well:
-            give all ranks the same seed. If the dataset itself is cut for ranks, give each rank its
-            own seed. The random numbers of an iterable dataset's samples depend on the worker's
-            number and the position in that worker's stream. If you give no sampler,
-            ``loader.sampler`` and ``loader.batch_sampler`` yield the order that is delivered, for
-            frameworks that read, wrap or iterate a loader's samplers. Calling ``set_epoch`` of
-            these sets the number of the next epoch. Before the first batch of the present epoch is
-            asked for, it sets the number of the present epoch. Cannot be combined with
-            ``generator``. None: all randomness is as with torch.
+            samples that cannot draw: those of tensors, arrays and lists, and of a dataset with
+            ``return self.items[index]`` as its ``__getitem__``. It is also left out for torch's
+            ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. With
+            ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state of
+            the process's generators is restored after each batch that has set them, which takes
+            about 18 µs. Positions are counted in this loader's order. So with a sampler that is cut
+            for ranks (``DistributedSampler``), random numbers depend on the rank as well: give all
+            ranks the same seed. If the dataset itself is cut for ranks, give each rank its own
+            seed. The random numbers of an iterable dataset's samples depend on the worker's number
+            and the position in that worker's stream. If you give no sampler, ``loader.sampler`` and
+            ``loader.batch_sampler`` yield the order that is delivered, for frameworks that read,
+            wrap or iterate a loader's samplers. Calling ``set_epoch`` of these sets the number of
+            the next epoch. Before the first batch of the present epoch is asked for, it sets the
+            number of the present epoch. Cannot be combined with ``generator``. None: all randomness
+            is as with torch.
 
         **Workers**
 
@@ -214,10 +214,10 @@ class DataLoader(ResumableLoader[_T_co]):
             without the sample, or is left out if no sample remains. A function of ``(index,
             exception)`` is called in the worker and returns a sample to take its place. What the
             function raises, ``next()`` raises. With a ``DistributedSampler`` of several replicas,
-            "skip" puts a copy of the batch's first good sample in place of a bad one, so that ranks
-            stay equal. A batch without any good sample then raises ``TooManyFailures``. (With a
+            "skip" keeps ranks equal: a copy of the batch's first good sample replaces a bad one. A
+            batch without any good sample then raises ``TooManyFailures``. With a
             :class:`~shmloader.sampling.TokenBatches`, bad samples are left out, since a copy might
-            exceed the budget.) If ``__getitems__`` fails for a batch, it is called again for each
+            exceed the budget. If ``__getitems__`` fails for a batch, it is called again for each
             index separately. Exceptions of ``collate_fn`` are always raised, and so are those of an
             iterable dataset's iterator: with such a dataset, only "raise" is possible.
         max_failures: How many samples may fail in an epoch: a number, or a fraction of the samples
@@ -228,13 +228,13 @@ class DataLoader(ResumableLoader[_T_co]):
             failed raises ``TooManyFailures`` as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of the
             dataset; 0 or None for never. This is for a dataset that has ``state_dict()`` and
-            ``load_state_dict(state)``, or whose iterator has them. (Methods of these names that
-            need other arguments are not called.) "auto" means 0 if the dataset is a
-            ``torch.nn.Module``, whose state is its weights, and 1 otherwise. When the loader is
-            resumed, or the worker replaced, an iterable dataset resumes from its last saved state.
-            What was delivered since then is read again and discarded. The batches do not depend on
-            this number; save large states rarely. The state of a map-style dataset is saved after
-            every batch, whatever the number is. A state that cannot be saved breaks no epoch: only
+            ``load_state_dict(state)``, or whose iterator has them. Methods of these names that need
+            other arguments are not called. "auto" means 1, or 0 if the dataset is a
+            ``torch.nn.Module``, whose state is its weights. When the loader is resumed, or the
+            worker replaced, an iterable dataset resumes from its last saved state. What was
+            delivered since then is read again and discarded. The batches do not depend on this
+            number; save large states rarely. The state of a map-style dataset is saved after every
+            batch, whatever the number is. A state that cannot be saved breaks no epoch: only
             ``state_dict()`` of the loader raises.
 
     Attributes:
@@ -246,8 +246,8 @@ class DataLoader(ResumableLoader[_T_co]):
         epoch: Number of the epoch that is being iterated, from 0. Between epochs, it is the number
             of the epoch that the next ``iter()`` begins. States and :meth:`set_epoch` use the same
             number. With several iterators, the newest counts. An epoch that is left early is over
-            when its iterator is dropped or closed. (With ``persistent_workers=True`` the loader
-            keeps the iterator, so such an epoch is over when the next one begins.)
+            when its iterator is dropped or closed. With ``persistent_workers=True``, the loader
+            keeps the iterator, so such an epoch is over when the next one begins.
 
     Raises:
         ValueError, TypeError: If an argument has a wrong value or type, or cannot be combined with

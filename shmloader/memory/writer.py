@@ -244,9 +244,9 @@ def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return an uninitialized tensor for a collate function to write its result into.
 
-    In a collate function in a worker process (or, with ``batch_size=None``, in a dataset whose
-    items are batches), the tensor lies in the shared memory that the batch travels in, so that the
-    data is not copied again. Anywhere else, and on threads that such a function starts, this is
+    In a collate function in a worker process, the tensor lies in the shared memory of the batch, so
+    the data is not copied again. With ``batch_size=None``, the same holds in a dataset whose items
+    are batches. Anywhere else, and on threads that such a function starts, this is
     ``torch.empty(shape, dtype=dtype)``.
 
     Args:

@@ -130,10 +130,11 @@ class PipelineBuilder:
                 None or "thread": threads of the pipeline. A thread that is in an op when the
                 pipeline stops is not waited for. A generator may be resumed on another thread.
 
-                "process": worker processes. Results come back in shared-memory slots: large tensors
-                and arrays are views of a slot, like a loader's batches, and ``default_collate`` and
-                :func:`shmloader.empty` write straight into it. When the workers start, their random
-                generators are seeded with a number drawn from this process's torch generator.
+                "process": worker processes. Results come back in shared-memory slots. Large tensors
+                and arrays are views of a slot, like a loader's batches. ``default_collate`` and
+                :func:`shmloader.empty` make no second copy of them. When the workers start, their
+                random generators are seeded with a number drawn from this process's torch
+                generator.
 
                 An ``Executor`` of ``concurrent.futures``. The pipeline does not shut it down.
 
@@ -142,12 +143,12 @@ class PipelineBuilder:
             output_order: "completion" passes results on as they are ready, "input" in the order of
                 the items.
             name: The stage's name in errors; by default the op's own name.
-            max_failures: How many calls may fail in an epoch: an int, or a share of all calls. A
-                share is a float or a ``fractions.Fraction``, above 0 and at most 1. It is
-                checked once 100 calls have been made, and at the stage's end. Failed items are left
-                out, counted and listed (:attr:`Pipeline.failures`). If more calls fail, or all of
-                them, ``TooManyFailures`` is raised. By default, the stage counts towards the limit
-                that ``build`` sets for all stages together.
+            max_failures: How many calls may fail in an epoch: an int, or a fraction of all calls,
+                such as 0.01. A fraction is a float or a ``fractions.Fraction``, above 0 and at most
+                1. It is checked once 100 calls have been made, and at the stage's end. Failed items
+                are left out, counted and listed (:attr:`Pipeline.failures`). If more calls fail, or
+                all of them, ``TooManyFailures`` is raised. By default, the stage counts towards the
+                limit that ``build`` sets for all stages together.
             setup: Makes a context, such as a connection or a client session. It is called without
                 arguments before the first item, where ``op`` runs, and ``op`` is then called as
                 ``op(item, context)``.
@@ -166,11 +167,11 @@ class PipelineBuilder:
                 An exception of ``setup`` is raised to the consumer with the stage's name, even if
                 ``max_failures`` allows failures.
             teardown: Called as ``teardown(context)``, once for each ``setup`` that has returned, on
-                the same thread or loop: when the pipeline stops, when an epoch is left before its
-                end, after an error, when the pipeline is garbage, and at the interpreter's exit if
-                no op is running then. On the loop it may be a coroutine function. Its exceptions
-                are logged. It cannot be combined with ``executor="process"``: a worker process may
-                be ended at any time.
+                the same thread or loop. It is called when the pipeline stops or is
+                garbage-collected, after an error, and when an epoch is left before its end. At the
+                interpreter's exit, it is called if no op is running. On the loop it may be a
+                coroutine function. Its exceptions are logged. It cannot be combined with
+                ``executor="process"``: a worker process may be ended at any time.
 
         Raises:
             TypeError, ValueError: For wrong arguments.

@@ -41,9 +41,10 @@ class Pipeline:
     that any thread may call :meth:`stop` and :meth:`stats`. Only one *epoch* (a run through the
     source) is under way at a time.
 
-    Iteration starts the pipeline if it was not started, and then also stops it: at the end, at an
-    error, at a ``break`` and when the iterator is garbage. Between :meth:`start` and :meth:`stop`
-    (or inside :meth:`auto_stop`) threads and worker processes persist from one epoch to the next.
+    Iteration starts the pipeline if it was not started. It then also stops it: at the end, at an
+    error, at a ``break``, and when the iterator is garbage-collected. Between :meth:`start` and
+    :meth:`stop` (or inside :meth:`auto_stop`) threads and worker processes persist from one epoch
+    to the next.
 
     The number of items in flight is bounded, whatever the consumer does:
 
@@ -54,17 +55,17 @@ class Pipeline:
     * ``buffer_size`` in the sink, and what the consumer holds.
 
     A running call holds its item and, at its end, its result. A list counts as the items that it
-    was made of. A generator has one result waiting at a time, but in a process, in a user's
-    executor, and on threads with ``setup``, all results for an item come together.
+    was made of. A generator has one result waiting at a time. In a process, in a user's executor,
+    and on threads with ``setup``, all its results for an item come together.
 
     Up to 64 results of each stage on processes lie in shared-memory slots. Further ones are copied
     to ordinary memory.
 
     Attributes:
         failures: The newest 100 items that were left out (``max_failures``), over all epochs,
-            oldest first. Each has ``stage``, ``item`` (the beginning of its ``repr``, unless it is
-            a number, a path or a str of at most 2,000 characters), ``error`` (the exception, whose
-            ``str`` is one line) and ``traceback`` (its traceback, as text).
+            oldest first. Each has ``stage``, ``item``, ``error`` (the exception, whose ``str`` is
+            one line) and ``traceback`` (its traceback, as text). ``item`` is the beginning of the
+            item's ``repr``. A number, a path, or a str of at most 2,000 characters is kept itself.
             ``failures.total`` counts all of them.
     """
 
@@ -318,9 +319,9 @@ class Pipeline:
         the op is called with the item again, and the results that were delivered before are
         dropped. So the op should make the same results again.
 
-        Failures are counted from 0 again for ``max_failures``. At its end, a resumed epoch is
-        judged (by a share of the calls, or because all calls failed) only if it had at least 100
-        calls left. Contexts of ``setup`` are not saved.
+        Failures are counted from 0 again for ``max_failures``. A resumed epoch with fewer than 100
+        calls left is too short to judge: at its end, no fraction of failed calls raises. Contexts
+        of ``setup`` are not saved.
 
         Returns:
             A dict of numbers, strings and lists, and the source's own state.

@@ -1,4 +1,4 @@
-"""``share`` returns an equivalent object whose bulk lies in shared memory.
+"""``share`` returns an equal object whose data lives in shared memory.
 
 It walks through the object's containers and notes the bulk in them. It writes the bulk to one
 segment and seals the segment. Then it copies whatever has bulk in it, as
@@ -65,15 +65,15 @@ _WHOLE = (SharedList, SharedDict, np.ndarray, torch.Tensor, str, bytes, type)
 
 
 def share(obj: _T, writable: bool = False) -> _T:
-    """Return an equivalent object whose bulk lies in shared memory, once for all processes.
+    """Return an equal object whose data lives in shared memory, once for all processes.
 
-    Bulk is numpy arrays, CPU tensors, and lists, tuples and dicts of at least 1,000 items. Such a
-    list or tuple becomes a ``SharedList``, and such a dict a ``SharedDict``. They read like the
-    original, cannot be changed, and build an item whenever it is accessed. Bulk is looked for in
-    ``obj`` and its attributes. At any depth, it is also looked for in shorter lists, tuples and
-    dicts, and in the attributes of datasets (torch's, or anything with ``__getitem__``) and
-    dataclasses. Objects without bulk are used unchanged, not copied. Memory maps are left as they
-    are, and what was shared before is not copied again.
+    What is shared is numpy arrays, CPU tensors, and lists, tuples and dicts of at least 1,000
+    items. Such a list or tuple becomes a ``SharedList``, and such a dict a ``SharedDict``. They
+    read like the original, cannot be changed, and build an item whenever it is accessed. ``obj``
+    and its attributes are searched for such data. So are, at any depth, shorter lists, tuples and
+    dicts, and the attributes of dataclasses and datasets (torch's, or anything with
+    ``__getitem__``). Objects without such data are used unchanged, not copied. Memory maps are left
+    as they are, and what was shared before is not copied again.
 
     The shared copy may be used in this process, in a loader's dataset, and in any process that
     multiprocessing starts with fork, spawn or forkserver. Only a handle is sent. The memory has no
@@ -88,9 +88,9 @@ def share(obj: _T, writable: bool = False) -> _T:
             with what was written to it.
 
     Returns:
-        An object that behaves like ``obj``, or ``obj`` itself if it has no bulk. Its arrays are
-        read-only, so that writing raises ValueError, unless ``writable`` is true. Only those bytes
-        of a storage are shared that the tensors in ``obj`` span.
+        An object that behaves like ``obj``, or ``obj`` itself if it has nothing to share. Its
+        arrays are read-only, so that writing raises ValueError, unless ``writable`` is true. Only
+        those bytes of a storage are shared that the tensors in ``obj`` span.
 
     Raises:
         SharedMemoryError: If there is not enough memory; raised before it is touched.

@@ -80,9 +80,9 @@ class _ColumnsFormat(IndexedFormat):
 class ParquetFormat(_ColumnsFormat):
     """The format of Parquet shards.
 
-    A record is a dict of columns: numbers, texts and bytes are Python's, a list of numbers is an
-    array of shape (length,) of the column's dtype, and all else is what ``to_pylist()`` makes. What
-    is null is None. Row groups without a record that is read are passed over.
+    A record is a dict of columns. Numbers, texts and bytes are Python's, and null is None. A list
+    of numbers is an array of shape (length,) of the column's dtype. All else is what
+    ``to_pylist()`` makes. Row groups without a record that is needed are not read.
 
     Args:
         columns: The columns that are read; None for all.

@@ -30,9 +30,9 @@ _MISSING = -1
 def fingerprint(shards: Sequence[str]) -> bytes:
     """Return 16 bytes that depend on the order, the names and the sizes of shards.
 
-    Names are taken without the folder that has all shards, so that this may be moved. Of remote
-    shards only the names count, since a server would be asked for the size of each. 100,000 local
-    files take less than a second.
+    Names are taken without the folder that has all shards, so that this may be moved. For remote
+    shards only the names count: a server would have to be asked for each size. 100,000 local files
+    take less than a second.
 
     Args:
         shards: Paths and URLs.

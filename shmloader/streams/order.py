@@ -85,7 +85,7 @@ class ReaderOrder(Order):
         """Return the number of batches that this rank gets in an epoch from its beginning on.
 
         Raises:
-            TypeError: If that is known only when the shards were read.
+            TypeError: If that is known only once the shards have been read.
         """
         counts = self._stream.batch_counts(epoch)
         world_size = 1 if self._ranks is None else self._ranks.find()[1]

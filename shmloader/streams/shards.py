@@ -25,9 +25,9 @@ class Shards(Stream):
     """The records of shards, read from end to end, in an order that depends on nothing but this.
 
     An epoch has a fixed number of *readers*. Each has a share of the shards, in an order that the
-    seed and the epoch decide, and reads one after the other. The batches of the readers come in
-    turns, so that the order of all batches is the same with any number of workers and ranks, and a
-    run can resume with other numbers.
+    seed and the epoch decide, and reads one after the other. The readers take turns to deliver a
+    batch. So the order of all batches is the same with any number of workers and ranks, and a run
+    can resume with other numbers.
 
     .. code-block:: python
 

@@ -93,9 +93,10 @@ class Stream(IterableDataset[Any]):
     def map(self, function: Callable[[Any], Any]) -> Self:
         """Apply a function to each record; after :meth:`batch`, to each batch.
 
-        What is mapped after the last :meth:`filter` and :meth:`repeat` is applied only to the
-        records of batches that are delivered: a shuffle holds the records as they were read, and a
-        run that resumes does not repeat the work. That is not possible before :meth:`pack`.
+        After the last :meth:`filter` and :meth:`repeat`, functions are called only for the records
+        of batches that are delivered. So a shuffle holds the records as they were read, and a run
+        that resumes does not repeat the work. Functions before :meth:`pack` are called for every
+        record that is read.
 
         Args:
             function: Called in the workers. It must return the same for the same record; random
@@ -116,11 +117,11 @@ class Stream(IterableDataset[Any]):
 
         Args:
             count: How many records each reader holds to choose from.
-            rolling: False permutes each run of ``count`` records; the state is a few integers, and
-                the run is read again to resume. True yields a random record of a buffer, and fills
-                its place; the state has 2 to 12 bytes for each record of the buffer, which point
-                reads find again. A shard that cannot be sought in, such as a compressed one, is
-                read from its beginning for that, which a warning says.
+            rolling: False shuffles ``count`` records, then the next ``count``. The state is a few
+                integers, and these records are read again to resume. True yields a random record of
+                a buffer, and fills its place. The state has 2 to 12 bytes for each record of the
+                buffer, and each is found again by its number. A shard without random access, such
+                as a compressed one, is read from its beginning for that, and a warning says so.
         """
         count = whole_number(count, "count", minimum=1)
         if flag(rolling, "rolling") and not self.root.seeks:
@@ -186,10 +187,10 @@ class Stream(IterableDataset[Any]):
     ) -> Self:
         """Make batches of at most ``max_tokens`` tokens of the records of each reader.
 
-        A run of ``window`` records is packed by best fit, and its packs come in a random order. The
-        records after those that fill whole packs begin the next run: log-normal lengths fill 99.7 %
-        of the tokens, but for a reader's last pack. To resume, the run is read again. How many
-        packs there are is known only when the records were read.
+        A window of ``window`` records is packed by best fit, and its packs come in a random order.
+        Records that do not fill a pack move to the next window. With log-normal lengths, 99.7 % of
+        the tokens are filled, except in a reader's last pack. To resume, the window is read again.
+        The number of packs is known only once the records have been read.
 
         Args:
             max_tokens: The most that the lengths of a batch's records add up to.
@@ -277,7 +278,7 @@ class Stream(IterableDataset[Any]):
         """Return how many records each reader yields in a pass of an epoch, with failed ones.
 
         Raises:
-            TypeError: If that is known only when they were read.
+            TypeError: If that is known only once they have been read.
         """
         return _counts(self.root, self._steps, epoch, turn)
 
@@ -288,14 +289,14 @@ class Stream(IterableDataset[Any]):
         missing.
 
         Raises:
-            TypeError: If that is known only when the shards were read: with filter(), pack() or
-                repeat(), shards that are not on this machine, or a format without an index.
+            TypeError: If the number is known only once the shards have been read. That is so with
+                filter(), pack() or repeat(), for remote shards, and for a format without an index.
         """
         counts = self.record_counts(epoch)
         if self._group is None:
             return counts
         if self._group.kind is not Grouped:
-            raise TypeError("the number of packs is known only when the records were read")
+            raise TypeError("the number of packs is known only once the records have been read")
         size, drop_last = self._group.arguments
         return [count // size if drop_last else -(-count // size) for count in counts]
 
