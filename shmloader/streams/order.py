@@ -316,16 +316,20 @@ class ReaderOrder(Order):
         if not self._passed or world_size == 1:
             return self._at
         assert self._board is not None
-        rounds = Rounds(self._facts, self._at, is_strict=True)
         for _ in pauses(_STATE_TIMEOUT_S, self._describe_wait()):
             self._board.read()
+            rounds = Rounds(self._facts, self._at, is_strict=True)
             try:
                 for _ in range(world_size - 1 - rank):
                     rounds.next()
             except Unknown:
-                rounds.at = self._at
                 continue
-            return rounds.at
+            # The ranks that resume would all wait for a batch of which the state knows nothing.
+            number, reader = rounds.at
+            following = (number + (each <= reader) for each in range(len(self._facts)))
+            pairs = zip(self._facts, following, strict=True)
+            if all(not each or one.has(each) is not None for one, each in pairs):
+                return rounds.at
         raise AssertionError  # pauses() has no end
 
     def dump(self) -> dict[str, Any]:

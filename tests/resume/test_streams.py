@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -342,3 +343,24 @@ def test_streams_of_few_batches_end_on_all_ranks(seed):
             break  # the epoch has ended
     shared_count = min(len(got), len(expected))
     assert got[:shared_count] == expected[:shared_count]
+
+
+def test_a_state_waits_for_ranks_that_are_behind():
+    """Otherwise no rank that resumes knows of a further batch, and each waits for the others."""
+    store = torch.distributed.HashStore()
+    make = functools.partial(make_stream, readers=2)
+    ranks = [
+        ShardedDataLoader(make(store=store), batch_size=None, rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    first, second = map(iter, ranks)
+    next(second)
+    for _ in range(3):
+        next(first)
+    with ThreadPoolExecutor(1) as threads:
+        state = threads.submit(ranks[0].state_dict)
+        for _ in range(2):
+            next(second)
+        rest, _ = run_ranks(make, 2, 1, state=state.result(), timeout=20)
+    expected = wanted(readers=2)
+    assert rest[: len(expected) - 6] == expected[6:]
