@@ -197,7 +197,8 @@ def test_a_worker_that_left_while_its_answers_were_not_read_takes_no_task() -> N
         queue, poll = TaskQueue(), select.epoll()
         tasks = TaskConfig(config, Arena.create(1 << 20, 1), queue)
         poll.register(theirs, select.EPOLLIN)
-        client = _Client(poll, theirs, tasks, StatusPage(1), 0)
+        client = _Client(theirs, tasks, StatusPage(1), 0)
+        client.poll = poll
         client.serve(messages.pack(messages.ResumeStream(Checkpoint())))
         queue.send(b"1")
         assert client.receive() == b"1"
