@@ -3,8 +3,8 @@
 A server on this machine delivers a few hundred JPEG files, which are cut from scikit-learn's two
 sample photographs. It waits a little before each answer, as a server that is far away would. First
 the images are loaded one after the other, then by a pipeline: coroutines download the files, and
-worker processes decode them straight into shared-memory slots. The last line says how much faster
-the pipeline was.
+worker processes decode them into shared memory, without a second copy. The last line says how much
+faster the pipeline was.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def decode(data: bytes) -> Tensor:
 
 
 def decode_batch(files: list[bytes]) -> Tensor:
-    # In a worker process, this writes straight into the batch's slot.
+    # In a worker process, this writes into the batch's shared memory, without a second copy.
     return default_collate([decode(data) for data in files])  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """Load a Hugging Face dataset, whose batches are read from its Arrow buffers.
 
-A loader over such a dataset makes no samples: it copies the rows of a batch straight into the slot,
-if the columns are numbers, lists of numbers and texts. The batches are those of torch's loader.
+If the columns are numbers, lists of numbers and texts, the loader makes no single samples: it
+copies the rows of a batch with one indexing operation. The batches are those of torch's loader.
 """
 
 import sys

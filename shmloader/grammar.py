@@ -107,7 +107,7 @@ def _is_our_file(file: str) -> bool:
 
 
 def user_part(entry: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on; the whole of it if there is none.
+    """Return a traceback from the user's first frame on, or all of it if there is none.
 
     Args:
         entry: The traceback; its outermost frame comes first.

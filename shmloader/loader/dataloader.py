@@ -63,10 +63,10 @@ class DataLoader(ResumableLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose batches lie in shared memory.
 
     It takes torch's arguments, in torch's order and with torch's meaning, and yields the same
-    batches. Worker processes collate straight into shared-memory slots that are used again and
-    again. A large tensor of a batch is a view of its slot. The slot is free again when the last
-    view is dropped. You may keep batches for as long as you like: if you keep more than four, the
-    further ones are copied out of their slots.
+    batches. Each worker process writes its batch into a reusable block of shared memory, a *slot*.
+    A large tensor of a batch is a view of its slot. The slot is free again when the last view is
+    dropped. You may keep batches for as long as you like: if you keep more than four, the further
+    ones are copied out of their slots.
 
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
@@ -78,9 +78,9 @@ class DataLoader(ResumableLoader[_T_co]):
         **Batches**
 
         batch_size: Number of samples in a batch; None to load samples without batching.
-        collate_fn: Makes a batch of a list of samples. ``default_collate`` writes straight into
-            the slot, even when your own function calls it. Your function can do the same, by
-            writing into a tensor from :func:`shmloader.empty`.
+        collate_fn: Makes a batch of a list of samples. ``default_collate`` writes into shared
+            memory at once, also when your own function calls it, so the batch is not copied again.
+            Your function can do the same with a tensor from :func:`shmloader.empty`.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
@@ -174,10 +174,11 @@ class DataLoader(ResumableLoader[_T_co]):
             workers.
         pin_memory_device: Deprecated by torch.
         device: Where batches arrive: ``"cuda:0"``, an index or a ``torch.device``. With workers, a
-            thread of the loader copies them there on its own stream, from page-locked slots if
-            workers are processes. The current stream of the thread that calls ``next()`` waits for
-            the copy. With ``num_workers=0``, the thread that calls ``next()`` copies them. None or
-            ``"cpu"``: no copy.
+            thread of the loader copies them there on its own stream. If workers are processes,
+            their shared memory is page-locked where possible, and the GPU reads it directly. The
+            current stream of the thread that calls ``next()`` waits for the copy. With
+            ``num_workers=0``, the thread that calls ``next()`` copies them. None or ``"cpu"``: no
+            copy.
         device_transform: Called with each batch on the device, on the thread and the stream that
             copy it, before ``next()`` returns the result. With ``device="cpu"``, it is called on
             the thread that calls ``next()``.

@@ -393,8 +393,8 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
         )
     elif get("seed") is not None and loader.generator is not None and sharing.ranks is None:
         wrong = (
-            "seed is mutually exclusive with generator: give either seed= (recommended) or "
-            "generator=, not both"
+            "seed cannot be combined with generator. Give either seed= (recommended) or "
+            "generator=, not both."
         )
     elif (get("seed", get("sample_timeout")) is not None) and is_data_pipe(loader.dataset):
         wrong = "seed and sample_timeout cannot be given for a data pipe, which torch itself loads"
@@ -446,10 +446,10 @@ def check_last_batch(
     if not isinstance(drops, bool):  # a framework may have wrapped it
         drops = probe(probe(batch_sampler, "batch_sampler"), "drop_last")
     if drop_last and last_batch != "discard":
-        wrong = "is mutually exclusive with drop_last, torch's word for 'discard'"
+        wrong = "cannot be combined with drop_last=True, which means 'discard'"
     elif is_sharded:
         if batch_sampler is not None:
-            wrong = "is mutually exclusive with batch_sampler, which makes the batches"
+            wrong = "cannot be combined with batch_sampler, which makes the batches"
     elif last_batch == "pad":
         wrong = "works only with ShardedDataLoader: use 'keep', 'discard' or 'rollover'"
     elif isinstance(drops, bool):

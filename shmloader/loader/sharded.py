@@ -246,7 +246,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if batch_sampler is None and batch_size is None and not isinstance(dataset, Stream):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and device is not None:
-            raise ValueError("devices is mutually exclusive with device")
+            raise ValueError("devices cannot be combined with device: give one of them")
         _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
         self._ranks = Ranks(rank, world_size)
@@ -449,8 +449,8 @@ def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler:
     if num_shards is not None:
         if has_batch_sampler:
             raise ValueError(
-                "num_shards is mutually exclusive with batch_sampler. Let the batch sampler yield "
-                "a list of num_shards index lists for each step."
+                "num_shards cannot be combined with batch_sampler. Let the batch sampler yield a "
+                "list of num_shards index lists for each step."
             )
         num_shards = whole_number(num_shards, "num_shards", minimum=1)
     if devices is None:

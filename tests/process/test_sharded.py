@@ -449,16 +449,20 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ),
         ({"batch_size": 2, "devices": [None, 1.5]}, TypeError, r"^devices\[1\] should be a device"),
         ({"batch_size": 2, "devices": ["cpu"], "num_shards": 2}, ValueError, "num_shards=2"),
-        ({"batch_size": 2, "devices": ["cpu"], "device": "cpu"}, ValueError, "devices is mutually"),
+        (
+            {"batch_size": 2, "devices": ["cpu"], "device": "cpu"},
+            ValueError,
+            "devices cannot be combined",
+        ),
         ({"batch_size": 2, "devices": ["nowhere"]}, ValueError, "nowhere"),
-        ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards is mutually"),
+        ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards cannot be combined"),
         *(
-            ({"last_batch": rule, "batch_sampler": [[1]]}, ValueError, "exclusive with batch_samp")
+            ({"last_batch": rule, "batch_sampler": [[1]]}, ValueError, "combined with batch_samp")
             for rule in ("keep", "discard", "rollover", "pad")
         ),
         ({"shuffle": "no"}, TypeError, "shuffle should be True or False, but got shuffle='no'"),
         ({"shuffle": 2}, TypeError, "shuffle=2"),
-        ({"last_batch": "pad", "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
+        ({"last_batch": "pad", "drop_last": True}, ValueError, "cannot be combined with drop_last"),
         ({"drop_last": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
         ({"batch_size": 2, "nonsense": True}, TypeError, "nonsense"),
     ],
