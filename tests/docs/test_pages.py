@@ -61,6 +61,13 @@ def test_the_index_links_every_page():
     assert not pages - linked
 
 
+def test_the_index_lists_how_tos_in_the_order_of_the_menu():
+    text = (ROOT / "docs" / "index.md").read_text()
+    menu = re.findall(r"^howto/([\w-]+)$", text, re.MULTILINE)
+    assert menu[:4] == ["workers", "time", "reproducible", "resume"]
+    assert re.findall(r"\]\(howto/([\w-]+)\.md\)", text) == menu
+
+
 @pytest.mark.parametrize("folder", ["README.md", "docs", "examples", "shmloader"])
 def test_nothing_is_to_be_installed_from_an_index_that_lacks_it(folder):
     """There is no release: `pip install shmloader[...]` cannot work, so the package is named."""
