@@ -180,8 +180,8 @@ class RayExecutor(_ClusterExecutor):
     Args:
         options: Ray's options for each task, as for ``ray.remote``: ``num_cpus`` (1 by default),
             ``resources``, ``runtime_env``, ``scheduling_strategy`` ("SPREAD" by default: over all
-            nodes), ``max_retries`` (how often Ray runs a task again whose node or process was lost;
-            3 by default), and so on.
+            nodes), ``max_retries`` and so on. ``max_retries`` says how often Ray runs a task again
+            if its node or process was lost; it is 3 by default.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.

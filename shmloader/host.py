@@ -336,12 +336,12 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     through its store. Otherwise it is the process that launched the ranks, together with torchrun's
     run id and restart count, ``MASTER_ADDR``, ``MASTER_PORT``, and Slurm's job and step. Then the
     ranks must be started within 10 s of each other. So ranks that are launched one by one, or in
-    several shells, have to initialise ``torch.distributed`` first, or each of them builds. This
-    needs no collective operation, no port and no file, and ranks may come late and in any order.
-    Only processes of the same user are answered. A rank that an earlier run has left behind is not
-    met; a warning names its process. If the rank that builds ends or is interrupted before it has
-    shared the object, another rank builds. If the host has one rank, and within ``build``, which
-    runs in one rank, this is ``share(build())``.
+    several shells, have to initialise ``torch.distributed`` first. Otherwise each of them builds.
+    This needs no collective operation, no port and no file, and ranks may come late and in any
+    order. Only processes of the same user are answered. A rank that an earlier run has left behind
+    is not met; a warning names its process. If the rank that builds ends or is interrupted before
+    it has shared the object, another rank builds. On a host with one rank, and inside ``build``,
+    this is ``share(build())``.
 
     The memory has no name, and is freed when no process uses it any more. The rank that built the
     object keeps it until all ranks of this host have it, or until its process ends. The host's
@@ -350,7 +350,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
 
     Args:
         build: Function that returns the object. Called without arguments, in one rank. Only that
-            rank's object is used, so it must not depend on the rank. An object that has no bulk to
+            rank's object is used, so it must not depend on the rank. An object with nothing to
             share is sent as a copy.
         writable: Whether arrays may be written to; see :func:`shmloader.share`.
 

@@ -20,10 +20,10 @@ class ArrowTable(Dataset[dict[str, Any]]):
     """A map-style dataset over the rows of Arrow, Feather or Parquet files.
 
     A sample is a dict of the columns' values. Arrow files are mapped into memory: rows are read
-    when they are needed, and processes share them. Feather files that are compressed, and Parquet
-    files, are decoded into the memory of each process that opens them. Workers that are forked
-    share the memory of their parent; others open the files themselves. So write large Parquet files
-    as Arrow files once.
+    when they are needed, and processes share them. Compressed Feather files and Parquet files are
+    decoded into the memory of each process that opens them. Forked workers share the memory of
+    their parent; others open the files themselves. So convert large Parquet files to Arrow files
+    once.
 
     A loader makes batches from the table's buffers, without samples, if all columns are numbers,
     lists of numbers, or texts, without None. Values of other columns become Python's objects.

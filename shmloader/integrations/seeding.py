@@ -22,9 +22,9 @@ class SeededTransform(Generic[_Transform]):
 
     Args:
         transform: The transform. It is called with the arguments that this object is called with.
-        reseed: Called with the transform and a whole number from 0 to 2**32 - 1, before each call
-            of the transform in a loader with a seed. Must be picklable where workers are not
-            forked.
+        reseed: Called before each call of the transform in a loader with a seed. It gets the
+            transform and a whole number from 0 to 2**32 - 1. Must be picklable where workers are
+            not forked.
 
     Attributes:
         transform: The transform.

@@ -163,7 +163,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         sample_timeout: Seconds that one sample may take; None for no limit.
         worker_restarts: How many workers that die are replaced in an epoch.
         on_error: What happens to a sample that raises an ``Exception``.
-        max_failures: How many samples may fail in an epoch, or what share of them.
+        max_failures: How many samples may fail in an epoch, or what fraction of them.
         snapshot_every_n_steps: Whether the state of a dataset with ``state_dict()`` is saved after
             each step. 1 or more for yes, 0 or None for never. "auto" for yes, unless the dataset is
             a ``torch.nn.Module``.

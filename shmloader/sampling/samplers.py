@@ -186,9 +186,9 @@ class IntervalSampler(Sampler[int]):
     Args:
         length: Number of samples in the whole set, at least 0.
         interval: Distance from one index to the next, at least 1. If it is at least ``length``,
-            each run has one index.
+            each pass has one index.
         rollover: Whether to begin again, one index further, until each index was yielded once.
-            Otherwise only the run from 0 is yielded.
+            Otherwise only the pass from 0 is yielded.
 
     Raises:
         TypeError: If a number is not an int, or ``rollover`` not a bool.
@@ -214,7 +214,7 @@ class FilterSampler(Sampler[int]):
     """The indices, ascending, of the samples that satisfy a function.
 
     To find the next index, samples are loaded in the process and on the thread that draws the
-    indices; a loader's workers load the selected samples again. This is repeated in each epoch. So
+    indices. A loader's workers load the selected samples again. This is repeated in each epoch. So
     use it for datasets whose samples are cheap to load, or to take a few samples from the beginning
     of many.
 

@@ -25,11 +25,11 @@ from shmloader.sampling.steps import Cut, DrawnSteps, iterate
 class ShardedSampler(EpochSampler[Any]):
     """One rank's share of a sampler's indices, or of a batch sampler's batches.
 
-    Every rank draws all items that the sampler yields and keeps its share: of each ``batch_size *
-    world_size`` items, the ``rank``-th run of ``batch_size``, counted from 0. While the sampler
-    draws, the global random number generators (of ``random``, ``numpy.random`` and torch) have
-    states that depend only on ``seed`` and the epoch; the process's own states are restored
-    afterwards. If the sampler has a generator of its own, its seed must be the same on all ranks.
+    Every rank draws all items that the sampler yields, and keeps its share. Each ``batch_size *
+    world_size`` items are cut into slices of ``batch_size``, and rank r keeps slice r. While the
+    sampler draws, the global random number generators (of ``random``, ``numpy.random`` and torch)
+    depend only on ``seed`` and the epoch. Afterwards the process's own states are restored. If the
+    sampler has a generator of its own, its seed must be the same on all ranks.
 
     Each iteration is an epoch, which begins when its first item is drawn. Epochs are numbered from
     0.
@@ -43,24 +43,25 @@ class ShardedSampler(EpochSampler[Any]):
     Args:
         sampler: A sampler or a batch sampler of all samples, iterated once per epoch. If it has
             ``set_epoch``, that is called with the epoch.
-        batch_size: Length of a run, at least 1. With a sampler, the batch size of the loader that
-            uses it, so that the ranks' batches, one after the other, are a batch of one large
-            loader. With a batch sampler, 1, so that its batches stay whole.
-        rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None: those of the
-            default group of ``torch.distributed`` if it is initialised now, else those of the
-            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a Slurm job step, else
-            those of a single process.
+        batch_size: Length of a slice, at least 1. With a sampler, give the batch size of the loader
+            that uses it. The ranks' batches, one after the other, are then a batch of one large
+            loader. With a batch sampler, give 1, so that its batches stay whole.
+        rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None, they are those
+            of the default group of ``torch.distributed`` if it is initialised now. Otherwise they
+            come from the environment variables ``RANK`` and ``WORLD_SIZE``, or from a Slurm job
+            step. Without these, there is a single process.
         world_size: Number of ranks, at least 1.
         last_batch: What happens to items that do not fill the last global step. "pad" fills it up
-            from the epoch's start, so that all ranks have the same number; batches of
-            :class:`TokenBatches` are divided instead, or left out, as its ``last_batch`` says.
+            from the epoch's start, so that all ranks have the same number. Batches of
+            :class:`TokenBatches` are divided or left out instead, as its ``last_batch`` says.
             "discard" leaves them out. "keep" deals them to the first ranks.
         seed: Seed of the random number generators, from 0 to 2**64 - 1.
 
     Raises:
         TypeError: If a number is not an int, or ``sampler`` not iterable.
         ValueError: If a number is out of range, only one of ``rank`` and ``world_size`` is known,
-            ``last_batch`` has another value, or ``sampler`` yields only one rank's share already.
+            or ``last_batch`` has another value. If ``sampler`` yields only one rank's share
+            already.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ def _check_sampler(sampler: object) -> None:
 class DistributedWeightedSampler(EpochSampler[int]):
     """One rank's share of a weighted draw that all ranks make alike.
 
-    In each epoch, every rank makes the same draw of ``num_samples`` indices, which depends only on
-    weights, seed and epoch, and takes the positions ``rank``, ``rank + world_size``, and so on. So
-    the ranks need not communicate, and together they have the draw of a single process, whatever
-    their number. All ranks have the same number of indices: the last ``num_samples % world_size``
-    indices are left out. Without replacement, no index is on two ranks.
+    In each epoch, every rank makes the same draw of ``num_samples`` indices. It depends only on
+    weights, seed and epoch. Each rank takes the positions ``rank``, ``rank + world_size``, and so
+    on. So the ranks need not communicate, and together they have the draw of a single process,
+    whatever their number. All ranks have the same number of indices: the last ``num_samples %
+    world_size`` indices are left out. Without replacement, no index is on two ranks.
 
     All ranks need the same arguments except ``rank``, and must be in the same epoch.
 
@@ -162,25 +163,26 @@ class DistributedWeightedSampler(EpochSampler[int]):
 
     Args:
         weights: A weight for each index, proportional to its probability: a sequence, 1-d numpy
-            array or tensor of ints or floats, none of them negative, at least one positive. An
+            array or tensor of ints or floats. None is negative, and at least one is positive. An
             index of weight 0 is never drawn.
         num_samples: Indices to draw in an epoch for all ranks together, at least one per rank; None
             for as many as there are weights.
         replacement: Whether an index can be drawn more than once. Otherwise each draw is among the
             remaining indices, in proportion to their weights.
-        rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None: those of the
-            default group of ``torch.distributed`` if it is initialised now, else those of the
-            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a Slurm job step, else
-            those of a single process.
+        rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None, they are those
+            of the default group of ``torch.distributed`` if it is initialised now. Otherwise they
+            come from the environment variables ``RANK`` and ``WORLD_SIZE``, or from a Slurm job
+            step. Without these, there is a single process.
         world_size: Number of ranks, at least 1.
         seed: Seed of the random numbers, from 0 to 2**64 - 1.
 
     Raises:
         TypeError: If a number is not an int, ``replacement`` not a bool, or ``weights`` not
             numbers.
-        ValueError: If a number is out of range, only one of ``rank`` and ``world_size`` is known,
-            ``weights`` are not 1-d, none of them is positive, or one is negative, infinite or NaN.
-            Without replacement, also if fewer weights are positive than there are indices to draw.
+        ValueError: If a number is out of range, or only one of ``rank`` and ``world_size`` is
+            known. If ``weights`` are not 1-d, none of them is positive, or one is negative,
+            infinite or NaN. Without replacement, also if fewer weights are positive than there are
+            indices to draw.
     """
 
     def __init__(

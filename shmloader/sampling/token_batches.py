@@ -44,9 +44,9 @@ class TokenBatches(EpochSampler[list[int]]):
     ``ShardedSampler(plan)``. Rank r of W gets batches r, r + W, and so on, of an order that does
     not depend on W. With ``balance``, the batches of a step have similar costs if W divides 64.
 
-    The batches that do not fill the last step of all ranks are divided: each rank gets a part of
-    them, so that all ranks have equally many steps and each sample comes once an epoch. (If these
-    batches have fewer samples than there are ranks, the epoch's first batches fill the step up.)
+    The batches that do not fill the last step of all ranks are divided, and each rank gets a part
+    of them. So all ranks have equally many steps, and each sample comes once an epoch. If these
+    batches have fewer samples than there are ranks, the epoch's first batches fill the step up.
 
     **Cost.** Nothing is loaded. A window of 10,000 samples takes some 2 ms, and is planned when its
     first batch is drawn. A saved state has the number of the window, so that resuming plans only
@@ -81,8 +81,8 @@ class TokenBatches(EpochSampler[list[int]]):
         balance: Cost of a sample, by which batches of similar cost are put side by side. "tokens":
             L, its tokens in all measures. "attention": ``a * L + L**2`` with a = 6 * 4096, for a
             transformer of width 4096. Or a function that gets lengths as an int64 array of shape
-            (m,), or (m, k), and returns an array of m costs, none of them negative. With "padded",
-            it gets the padded lengths. None for no balance.
+            (m,) or (m, k). It returns an array of m costs, none of them negative. With "padded", it
+            gets the padded lengths. None for no balance.
         too_long: What happens to a sample that is longer than ``max_tokens``. "raise" refuses it.
             "drop" leaves it out, and a warning gives the number. "truncate" counts ``max_tokens``
             for it. "split" makes pieces of ``max_tokens`` and a shorter last one, which come as

@@ -45,8 +45,8 @@ class ShardCache:
     Args:
         directory: The folder, on a disk of this machine; None for ``shmloader/shards`` in the
             user's cache folder.
-        limit: The most bytes that shards take together. Those that are open, or on their way,
-            are not removed, so they may take more: one shard that is larger than the limit, too.
+        limit: The most bytes that shards take together. Shards that are open or being downloaded
+            are not removed, so they may take more. A single shard may be larger than the limit.
         storage_options: Arguments for fsspec's file systems, such as credentials.
         threads: The most shards that :meth:`prefetch` downloads at a time in this process.
 

@@ -115,8 +115,8 @@ class ParquetFormat(_ColumnsFormat):
 class ArrowFormat(_ColumnsFormat):
     """The format of Arrow's files and streams, such as those that ``datasets`` writes.
 
-    Records are those of :class:`ParquetFormat`. The file is mapped into memory, so nothing is read
-    of batches without a record that is wanted.
+    Records are those of :class:`ParquetFormat`. The file is mapped into memory, so batches without
+    a needed record are not read.
 
     Args:
         columns: The columns that are read; None for all.

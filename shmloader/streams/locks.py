@@ -41,7 +41,7 @@ class Lease:
     __del__ = close
 
     def remove(self) -> None:
-        """Remove the file. Whoever waits for its lock finds that it is gone."""
+        """Remove the file. A process that waits for its lock finds that it is gone."""
         Path(self.path).unlink(missing_ok=True)
 
     def reserve(self, size: int) -> None:

@@ -22,7 +22,7 @@ _MOST_READERS = 64
 
 
 class Shards(Stream):
-    """The records of shards, read from end to end, in an order that depends on nothing but this.
+    """Records of shards, read from end to end, in an order that depends only on the arguments.
 
     An epoch has a fixed number of *readers*. Each has a share of the shards, in an order that the
     seed and the epoch decide, and reads one after the other. The readers take turns to deliver a
