@@ -107,8 +107,9 @@ def python_runs() -> list[object]:
     runs: list[list[Block]] = []
     for path in PAGES:
         blocks = [block for block in blocks_of(path) if block.language == "python"]
-        # tests/frameworks runs those that need a framework.
-        blocks = [one for one in blocks if not re.search(r"integrations(?!\.prom)", one.code)]
+        # tests/frameworks and tests/cluster run those that need a framework or a cluster.
+        elsewhere = r"integrations(?!\.prom)|shmloader\.cluster"
+        blocks = [one for one in blocks if not re.search(elsewhere, one.code)]
         continues = CONTINUES in " ".join(path.read_text().split())
         runs += [blocks] if continues else [[block] for block in blocks]
     runs += [[block] for block in DOCSTRING_BLOCKS if block.language == "python"]
