@@ -33,8 +33,8 @@ def check_loader(loader: object, caller: str) -> None:
         raise TypeError(f"{caller} needs a shmloader.DataLoader, but got {type(loader).__name__}")
     if isinstance(loader, ShardedDataLoader):
         raise TypeError(
-            f"{caller} divides the batches of a loader among the ranks, which ShardedDataLoader "
-            "does itself: give a DataLoader, or use the ShardedDataLoader as it is"
+            f"{caller} would divide the batches of a ShardedDataLoader again. Give a DataLoader, "
+            "or use the ShardedDataLoader as it is."
         )
 
 

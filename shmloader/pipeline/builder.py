@@ -95,9 +95,9 @@ class PipelineBuilder:
             raise ValueError("add_source was called before: a pipeline has one source")
         if not isinstance(source, collections.abc.Iterable | collections.abc.AsyncIterable):
             raise TypeError(
-                "the source should be an iterable or an async iterable (for a dataset with an "
-                "index, range(len(dataset)) and then pipe(dataset.__getitem__)), but got "
-                f"source={reprlib.repr(source)}"
+                "the source should be an iterable or an async iterable, but got "
+                f"source={reprlib.repr(source)}. For a dataset with an index, give "
+                "range(len(dataset)), and then pipe(dataset.__getitem__)."
             )
         self._snapshot_every = whole_number(
             snapshot_every_n_steps, "snapshot_every_n_steps", minimum=0
@@ -185,8 +185,8 @@ class PipelineBuilder:
         self._check_open(f"pipe(executor={executor!r})", may_follow_transfer=not is_elsewhere)
         if (setup and kind == "executor") or (teardown and (is_elsewhere or not setup)):
             raise ValueError(
-                "setup cannot be combined with an Executor (give that an initializer), and "
-                "teardown needs setup, and threads or coroutines: processes may end at any time"
+                "setup cannot be combined with an Executor: give that an initializer. teardown "
+                "needs setup, and threads or coroutines, since processes may end at any time."
             )
         self._stages.append(
             StageConfig(

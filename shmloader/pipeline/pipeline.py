@@ -219,8 +219,8 @@ class Pipeline:
         caller, delivered = threading.get_ident(), flow.delivered
         if flow.taker not in (0, caller):
             raise RuntimeError(
-                "another thread is in next() or get_item() of this pipeline, which only one thread "
-                "at a time may use: hold a lock around the call"
+                "another thread is in next() or get_item() of this pipeline. Only one thread at a "
+                "time may use it: hold a lock around the call."
             )
         try:
             flow.taker = caller
@@ -361,8 +361,8 @@ class Pipeline:
         start = checked_state(self._config, state)
         if self._is_under_way:
             raise RuntimeError(
-                "an epoch of the pipeline is under way, which a state cannot change: call "
-                "load_state_dict() before start(), auto_stop() or iteration, or after stop()"
+                "an epoch of the pipeline is under way. Call load_state_dict() before start(), "
+                "auto_stop() or iteration, or after stop()."
             )
         source: Any = self._config.source
         if has_own_state(source):

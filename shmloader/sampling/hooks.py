@@ -202,10 +202,9 @@ class DatasetEpoch:
         if was_set and has_workers and not self._has_warned:
             self._has_warned = True
             warn_user(
-                f"set_epoch() of the {type(dataset).__name__} was called, or the dataset was "
-                "changed, while workers have copies of it, which do not see that. Call set_epoch() "
-                "of the loader instead: it passes the number to the dataset, here and in all "
-                "workers."
+                f"the {type(dataset).__name__} was changed, for instance by its set_epoch(), but "
+                "running workers have copies that do not see the change. Call set_epoch() of the "
+                "loader instead: it passes the number to the dataset, here and in all workers."
             )
         return self._is_users
 

@@ -181,8 +181,8 @@ def leave_out_repeats(batch_sampler: Any) -> None:
             return
     if isinstance(probe(batch_sampler, "sampler"), SeededShardSampler):
         warnings.warn(
-            "this release of Lightning is not known to shmloader. Predict with a DataLoader: a "
-            "ShardedDataLoader may predict samples that fill up the last batches twice, and "
-            "discarded ones never.",
+            "this release of Lightning is not known to shmloader. Predict with a DataLoader. A "
+            "ShardedDataLoader may predict twice the samples that fill up the last batches, and "
+            "never those that are discarded.",
             stacklevel=3,
         )

@@ -97,7 +97,7 @@ class CutDataset(Dataset[Any]):
         if cut is sample:
             raise ValueError(
                 f"sample {index} should have a sequence of {length} tokens, as the lengths of "
-                f"TokenBatches say, but no tensor, array or list in it has: {_sizes(sample)}"
+                f"TokenBatches say, but its tensors, arrays and lists have: {_sizes(sample)}"
             )
         return cut
 

@@ -309,10 +309,10 @@ class DrawnEpoch:
         expected = self.saved.get("last_checksum")
         if expected is not None and _checksum(last) not in (None, expected):
             raise ValueError(
-                f"the state does not fit this loader: the {kind} of this loader yields another "
-                f"batch {self.progress.start - 1} than that of the run whose state this is. Its "
-                "order must be the same whenever it is iterated for the same epoch. Seed it, or "
-                "give it a generator=, a set_epoch(), or state_dict() and load_state_dict()."
+                f"the state does not fit this loader: its {kind} yields another batch "
+                f"{self.progress.start - 1} than in the run that saved the state. Its order must "
+                "be the same whenever it is iterated for the same epoch. Seed it, or give it a "
+                "generator=, a set_epoch(), or state_dict() and load_state_dict()."
             )
 
 

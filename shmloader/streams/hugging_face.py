@@ -99,8 +99,8 @@ def _check_plain(dataset: Any, source: Any) -> None:
     """Raise ValueError if the dataset yields anything but the records of its files."""
     if (step := _STEPS.get(type(source).__name__)) is not None:
         raise ValueError(
-            f"the dataset went through {step}, which from_hf cannot take over: give it the "
-            "dataset as it was loaded, and call the methods of the stream"
+            f"the dataset went through {step}, and from_hf cannot take that over. Give it the "
+            "dataset as it was loaded, and call the methods of the stream."
         )
     if type(source).__name__ != "ArrowExamplesIterable" or dataset.info.builder_name is None:
         raise ValueError(
@@ -109,8 +109,8 @@ def _check_plain(dataset: Any, source: Any) -> None:
         )
     if getattr(dataset, "_distributed", None) is not None:
         raise ValueError(
-            "the dataset is divided by split_dataset_by_node() already: give from_hf the whole, "
-            "which ShardedDataLoader divides"
+            "the dataset is divided by split_dataset_by_node() already. Give from_hf the whole "
+            "dataset: ShardedDataLoader divides it."
         )
     if getattr(dataset, "_formatting", None) is not None:
         raise ValueError("the dataset has with_format(): leave it out, and map() the stream")

@@ -104,8 +104,8 @@ class ReaderOrder(Order):
         rank, world_size = self._cut = (0, 1) if self._ranks is None else self._ranks.find()
         if self._ranks is None and (known := Ranks(None, None).known) and known[1] > 1:
             self._warn(
-                f"each of the {known[1]} ranks reads the whole stream, as DataLoader does not "
-                "divide it. ShardedDataLoader does."
+                f"DataLoader does not divide a stream: each of the {known[1]} ranks reads all of "
+                "it. ShardedDataLoader divides it."
             )
         if stream.readers < world_size:
             raise ValueError(
@@ -194,9 +194,9 @@ class ReaderOrder(Order):
                 continue
             if not found.size and not found.round:
                 raise ValueError(
-                    f"reader {found.reader} of the stream has no batch at all, which "
-                    f"{self._cut[1]} ranks cannot leave out: give fewer readers than "
-                    f"{self._stream.readers}, or smaller batches"
+                    f"reader {found.reader} of the stream has no batch, and with "
+                    f"{self._cut[1]} ranks each reader needs one. Give fewer readers than "
+                    f"{self._stream.readers}, or smaller batches."
                 )
             self._board.post(found.reader)
 

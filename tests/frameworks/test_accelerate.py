@@ -123,7 +123,7 @@ def test_with_a_seed_skipping_does_not_change_the_samples_random_numbers():
 def test_other_loaders_are_refused():
     with pytest.raises(TypeError, match=r"needs a shmloader\.DataLoader"):
         adapter.prepare(Accelerator(cpu=True), torch.utils.data.DataLoader(Rows()))
-    with pytest.raises(TypeError, match="ShardedDataLoader does itself"):
+    with pytest.raises(TypeError, match="batches of a ShardedDataLoader again"):
         adapter.prepare(Accelerator(cpu=True), shmloader.ShardedDataLoader(Rows()))
 
 

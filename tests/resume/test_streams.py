@@ -268,7 +268,7 @@ def test_a_loader_that_does_not_divide_the_stream_warns_in_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     loader = DataLoader(make_stream(), batch_size=None)
-    with pytest.warns(UserWarning, match="each of the 2 ranks reads the whole stream") as caught:
+    with pytest.warns(UserWarning, match="each of the 2 ranks reads all of it") as caught:
         batches = [batch.tolist() for batch in loader]
     assert batches == wanted()
     assert caught[0].filename == __file__
