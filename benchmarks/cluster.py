@@ -293,8 +293,7 @@ class _Watched(concurrent.futures.Executor):
 
 def _busy_ns(packed: bytes) -> int:
     """Return how long the process of a task took to load, collate and pack its batch."""
-    _, _, times, _ = pickle.loads(packed)
-    work = work_of(times)
+    work = work_of(pickle.loads(packed).times)
     return work.fetch_ns + work.collate_ns + work.encode_ns
 
 
