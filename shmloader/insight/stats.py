@@ -216,8 +216,8 @@ class LoaderStats:
         consumer_cpu_s: The part of ``cpu_s`` of the thread that called ``iter()``.
         samples_per_s: Samples per second of ``elapsed_s``.
         wait: How long the consumer waited.
-        stages: Where the delivered batches spent their time. Many are in flight at the same time,
-            so the sum may exceed the time that passed.
+        stages: Where the delivered batches spent their time. Batches overlap, so the stages add up
+            to more than the elapsed time.
         workers: The statistics of each worker.
         slots: The use of shared memory.
         restarts: Number of workers that were replaced.
