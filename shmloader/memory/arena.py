@@ -107,21 +107,7 @@ def has_excess(present_bytes: int, needed_bytes: int) -> bool:
 
 
 class MemoryFile(io.FileIO):
-    """An anonymous file in memory.
-
-    Args:
-        fd: The descriptor, which this object takes over; None for a new file.
-        name: What follows ``MEMFD_NAME`` in the name of a new file.
-
-    Raises:
-        OSError: If there is no descriptor left.
-    """
-
-    def __init__(self, fd: int | None = None, name: str = "") -> None:
-        if fd is None:
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            fd = os.memfd_create(f"{MEMFD_NAME}{name}", flags)
-        super().__init__(fd, "r+")
+    """A file in memory, or one of the host. It is closed once nothing refers to it."""
 
     def __del__(self) -> None:
         """Close the file. Its own finalizer would warn."""
@@ -136,7 +122,18 @@ def _received(handle: Any) -> MemoryFile:
     """Return the file of a handle. Called by pickle."""
     fd = handle.detach()
     os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-    return MemoryFile(fd)
+    return MemoryFile(fd, "r+")
+
+
+def memory_file(name: str = "") -> MemoryFile:
+    """Return a new anonymous file in memory. ``name`` follows ``MEMFD_NAME`` in its name.
+
+    Raises:
+        OSError: If there is no descriptor left.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    # In one call, between whose parts no signal handler runs: it would lose the descriptor.
+    return next(map(MemoryFile, map(os.memfd_create, [MEMFD_NAME + name], [flags]), ["r+"]))
 
 
 def map_range(fd: int, offset: int, nbytes: int) -> Range:
@@ -305,7 +302,7 @@ class Arena:
         limit = soft_limit(resource.RLIMIT_FSIZE)
         most_bytes = (sys.maxsize if limit is None else limit) // slot_count
         slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
-        file = MemoryFile()
+        file = memory_file()
         os.ftruncate(file.fileno(), slot_bytes * slot_count)
         fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
         return cls(file, slot_bytes, slot_count)

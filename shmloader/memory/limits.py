@@ -29,7 +29,7 @@ from typing import NamedTuple
 from shmloader.errors import SharedMemoryError
 from shmloader.grammar import size
 from shmloader.insight.measurements import read_file
-from shmloader.memory.arena import ADD_SEALS, SEALS, Arena, MemoryFile, Slot, populate, soft_limit
+from shmloader.memory.arena import ADD_SEALS, SEALS, Arena, Slot, memory_file, populate, soft_limit
 
 #: Never taken for slots, since other processes may touch memory between a check and the write.
 #: The page tables of 8 GiB of slots in one process take as much, and so do the smallest steps of
@@ -212,7 +212,7 @@ def why_unsupported() -> str | None:
 def _tried(stack: contextlib.ExitStack) -> Iterator[str]:
     """Yield the name of each system call, and then try it. The stack closes what was opened."""
     yield "memfd_create"
-    file = stack.enter_context(MemoryFile())
+    file = stack.enter_context(memory_file())
     yield "ftruncate"
     os.ftruncate(file.fileno(), mmap.PAGESIZE)
     yield "fcntl(F_ADD_SEALS)"

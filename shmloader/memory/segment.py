@@ -35,7 +35,7 @@ from typing import Any, Self
 
 from shmloader.errors import SharedMemoryError
 from shmloader.grammar import size
-from shmloader.memory.arena import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile, align
+from shmloader.memory.arena import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile, align, memory_file
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.pickled import OutOfBand, Span, load, open_span
 from shmloader.process_state import PROCESS
@@ -172,7 +172,7 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
         return known
     try:
         path = "/proc/{}/fd/{}".format(*where)
-        file = MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        file = MemoryFile(path)
     except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
         raise SharedMemoryError(_GONE) from error
     return Segment.open(SealedSegment(file, nbytes, token))
@@ -209,7 +209,7 @@ class SegmentWriter:
 
     def __init__(self, token: bytes | None = None) -> None:
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else token
-        self._sealed = SealedSegment(MemoryFile(name="-segment"), 0, token)
+        self._sealed = SealedSegment(memory_file("-segment"), 0, token)
         self._groups = control_groups(Path("/"))
         self.used_bytes = self._granted = 0
         self.append(token)

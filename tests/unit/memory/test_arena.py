@@ -287,6 +287,20 @@ def test_an_interruption_is_never_taken_for_a_refusal_of_the_system(call, kind):
     assert nth > 5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_start_of_a_file_in_memory_leaves_no_descriptor(kind) -> None:
+    def where_interrupted(nth: int) -> str | None:
+        return interrupt(arena_module.memory_file, nth, kind).where
+
+    before, nth, where = descriptor_count(), 0, ""
+    while where is not None:
+        nth += 1
+        where = where_interrupted(nth)
+        gc.collect()
+        assert descriptor_count() == before, where
+    assert nth > 5
+
+
 def test_a_segment_whose_beginning_is_interrupted_leaves_no_file_open(monkeypatch) -> None:
     def interrupted(self: SegmentWriter, data: bytes) -> int:
         raise KeyboardInterrupt
