@@ -36,8 +36,8 @@ from _spread import with_spread
 from _workloads import WORKLOADS, Samples, Workload, smallest, touch
 
 import shmloader
+from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut
 
 KINDS = ("plain", "seeded", "by hand", "small", "rank", "shards")
 _SHARDS = 4
@@ -95,8 +95,8 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
 
 def run_order(length: int) -> dict[str, float]:
     """Draw one epoch of a long order in this process."""
-    cut = Cut(_ORDER_BATCH, 0, _ORDER_RANKS)
-    plan = SeededOrder(_ORDER_BATCH, 0, cut, "pad", 0, length=length, shuffle=True)
+    ranks = Ranks(0, _ORDER_RANKS)
+    plan = SeededOrder(_ORDER_BATCH, 0, "pad", 0, length=length, shuffle=True, ranks=ranks)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     steps = iter(plan)
