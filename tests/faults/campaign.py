@@ -102,7 +102,8 @@ def main() -> None:
         print(*[cell.id for cell in cells], sep="\n")
         return
     began = time.monotonic()
-    failed = 0
+    # What to print of each failure, once more at the end: a log may keep only its last lines.
+    failures: list[str] = []
     stopping = threading.Event()
     if options.minutes:
         timer = threading.Timer(options.minutes * 60, stopping.set)
@@ -111,25 +112,23 @@ def main() -> None:
     verdicts = run_cells(cells, jobs=options.jobs, is_fresh=not options.template, stopping=stopping)
     for number, verdict in enumerate(verdicts, 1):
         name, problems = verdict.cell.id, verdict.problems
-        failed += bool(problems)
         known[name] = not problems and known.get(name, True)
         if options.record:
             with options.record.open("a") as file:
                 print(json.dumps([name, problems, round(verdict.elapsed_s, 2)]), file=file)
-        print(
-            f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {name}: "
-            f"{'FAILED' if problems else 'right'} in {verdict.elapsed_s:.1f} s "
-            f"{verdict.measured or ''}",
-            *[problem.replace("\n", "\n      ") for problem in problems],
-            sep="\n    ",
-            flush=True,
-        )
-        if failed and options.x:
+        outcome = "FAILED" if problems else "right"
+        text = f"{name}: {outcome} in {verdict.elapsed_s:.1f} s {verdict.measured or ''}"
+        for problem in problems:
+            text += "\n    " + problem.replace("\n", "\n      ")
+        print(f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {text}", flush=True)
+        if problems:
+            failures.append(text)
+        if failures and options.x:
             stopping.set()
-    print(f"{failed} failed")
+    print(*failures, f"{len(failures)} failed", sep="\n")
     if options.docs:
         _write_docs({cell_of(name): is_right for name, is_right in known.items()})
-    sys.exit(bool(failed))
+    sys.exit(bool(failures))
 
 
 def _write_docs(results: dict[Cell, bool]) -> None:
