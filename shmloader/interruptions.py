@@ -129,12 +129,9 @@ def probe(value: object, name: str, default: object = None) -> Any:
     This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
     for an unknown name, which never shows with torch's loader.
     """
-    try:
-        return getattr(value, name, default)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return default  # whatever was raised, the object has no such attribute
+    found = attempt(getattr, value, name, default)
+    # Whatever was raised, the object has no such attribute.
+    return default if isinstance(found, Caught) else found
 
 
 class Wakeup:

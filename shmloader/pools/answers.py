@@ -18,7 +18,7 @@ from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.fetch import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.interruptions import Wakeup, is_interruption, uninterruptible
+from shmloader.interruptions import Caught, Wakeup, attempt, uninterruptible
 from shmloader.memory.flat import FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader
 from shmloader.messages import InSlot, Unsaved
@@ -101,16 +101,18 @@ def read_layout(data: bytes, known: Iterable[object]) -> Reader | RemoteError:
     ``known`` has what this function returned for the workers' last layouts: workers with equal
     layouts share one reader.
     """
-    try:
+
+    def read() -> Reader:
         layout = pickle.loads(data)
         same = (one for one in known if isinstance(one, Reader) and one.layout == layout)
         kind = PickledReader if type(layout) is PickledLayout else FlatReader
         return next(same, None) or kind(layout)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        # Unpickling or comparing the user's keys may raise anything.
-        return RemoteError.of(error, "while reading a batch in the main process")
+
+    # Unpickling or comparing the user's keys may raise anything.
+    found = attempt(read)
+    if isinstance(found, Caught):
+        return RemoteError.of(found.error, "while reading a batch in the main process")
+    return found
 
 
 class ObjectPool:
