@@ -43,24 +43,27 @@ def messages_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
         yield from messages_in(node)
 
 
-MESSAGES = [
-    (f"{path.relative_to(ROOT)}:{line}", text)
-    for path in MODULES
-    for line, text in messages_in(ast.parse(path.read_text()))
-]
+@pytest.fixture(scope="module")
+def messages() -> list[tuple[str, str]]:
+    """Where the package's messages stand, and their texts."""
+    return [
+        (f"{path.relative_to(ROOT)}:{line}", text)
+        for path in MODULES
+        for line, text in messages_in(ast.parse(path.read_text()))
+    ]
 
 
-def test_no_sentence_of_a_message_has_more_than_25_words() -> None:
-    assert len(MESSAGES) > 400
-    assert {where: long for where, text in MESSAGES if (long := long_sentences(text))} == {}
+def test_no_sentence_of_a_message_has_more_than_25_words(messages) -> None:
+    assert len(messages) > 400
+    assert {where: long for where, text in messages if (long := long_sentences(text))} == {}
 
 
-def test_sizes_in_messages_have_a_unit_that_fits() -> None:
+def test_sizes_in_messages_have_a_unit_that_fits(messages) -> None:
     """By ``grammar.size``; raw bytes only where each one counts, as in the size of a file."""
     exact = ("batch/token_blocks.py", "streams/download.py", "engine/engine.py")
     raw = [
         where
-        for where, text in MESSAGES
+        for where, text in messages
         if re.search(r"\{\} ?(bytes|[kMG]B)\b", text) and not where.startswith(exact)
     ]
     assert raw == []

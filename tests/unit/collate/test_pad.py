@@ -164,8 +164,8 @@ def test_a_value_that_the_samples_cannot_have_is_refused(dtype, value):
     assert Pad(value)(samples[:1]).tolist() == [[1, 1]]  # nothing is padded
 
 
-@pytest.mark.parametrize("collate", [Pad(), Jagged()])
-def test_a_sample_that_requires_a_gradient_is_refused(collate):
+@pytest.mark.parametrize("kind", [Pad, Jagged])
+def test_a_sample_that_requires_a_gradient_is_refused(kind):
     samples = [torch.ones(2), torch.ones(3, requires_grad=True)]
     with pytest.raises(ValueError, match=r"sample 1 of the batch requires a gradient.*detach"):
-        collate(samples)
+        kind()(samples)
