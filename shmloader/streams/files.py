@@ -4,14 +4,13 @@ What decides is the end of a name: ``.gz`` and ``.tgz``, or ``.zst`` and ``.tzst
 file can only be read forward, so a place that was passed costs reading the file again.
 """
 
-import contextlib
 import gzip
+import importlib
 import io
 import math
 import os
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
@@ -20,14 +19,14 @@ _GZIP = (".gz", ".tgz")
 _ZSTD = (".zst", ".tzst")
 
 # Classes of exceptions, by their modules, which need not be imported.
-_ERRORS = {"zstandard": "ZstdError", "compression.zstd": "ZstdError", "pyarrow": "ArrowException"}
+ZSTD_MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+_ERRORS = {ZSTD_MODULE: "ZstdError", "pyarrow": "ArrowException"}
 
 # So many bytes are on their way from the disk.
 _AHEAD_BYTES = 8 << 20
 
-# So many bytes of a file compressed by zstd are decompressed at a time: a few times as many come
-# out.
-_COMPRESSED_BYTES, _BUFFER_BYTES = 32 << 10, 64 << 10
+# So many bytes are read at once, if less is asked for.
+_BUFFER_BYTES = 64 << 10
 
 
 def local_path(url: str) -> str | None:
@@ -75,78 +74,10 @@ def open_file(path: str, buffer_bytes: int = _BUFFER_BYTES) -> IO[bytes]:
 
 
 def _open_zstd(path: str) -> Any:
-    with contextlib.suppress(ImportError):
-        from compression import zstd  # noqa: PLC0415 - of Python 3.14
-
-        return zstd.open(path, "rb")
     try:
-        import zstandard  # noqa: PLC0415 - an extra
+        return importlib.import_module(ZSTD_MODULE).open(path, "rb")
     except ImportError as error:
-        raise ImportError(f"{path} is compressed by zstd: pip install zstandard") from error
-    file = Path(path).open("rb")  # noqa: SIM115 - the reader closes it
-    return _ZstdFile(file, zstandard.ZstdDecompressor)
-
-
-class _ZstdFile(io.RawIOBase):
-    """Decompresses a file by zstandard, whose own reader takes a file that was cut for a whole one.
-
-    Args:
-        file: The compressed file, which is closed with this.
-        make: Makes a decompressor.
-    """
-
-    def __init__(self, file: IO[bytes], make: Callable[[], Any]) -> None:
-        self._file, self._make = file, make
-        # The present frame; None between two. What was read of the next one, and what is left of
-        # what was decompressed.
-        self._frame: Any = None
-        self._following, self._left, self._position = b"", memoryview(b""), 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    seekable = readable
-
-    def tell(self) -> int:
-        """Return how many bytes were read."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Read up to an offset, which is not before the present one."""
-        assert whence == io.SEEK_SET
-        assert offset >= self._position
-        while count := min(offset - self._position, _BUFFER_BYTES):
-            if not self.readinto(bytearray(count)):
-                break
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, at least in part; return 0 at the end.
-
-        Raises:
-            EOFError: If the file ends within a frame.
-        """
-        while not self._left:
-            data = self._following or self._file.read(_COMPRESSED_BYTES)
-            if not data:
-                if self._frame is None:
-                    return 0
-                raise EOFError("it ends in the middle of what zstd has compressed")
-            self._frame = self._frame or self._make().decompressobj()
-            self._left = memoryview(self._frame.decompress(data))
-            self._following = b""
-            if self._frame.eof:
-                self._following, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
+        raise ImportError(f"{path} is compressed by zstd: pip install backports.zstd") from error
 
 
 class ReadAhead:

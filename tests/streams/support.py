@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import importlib
 import io
 import json
 import tarfile
@@ -18,11 +19,12 @@ def write(path, data):
     if path.endswith((".gz", ".tgz")):
         data = gzip.compress(data)
     elif path.endswith(".zst"):
-        import zstandard
+        from shmloader.streams.files import ZSTD_MODULE
+
+        compress = importlib.import_module(ZSTD_MODULE).compress
 
         # Two frames, as programs write that compress in parallel.
         half = len(data) // 2
-        compress = zstandard.ZstdCompressor().compress
         data = compress(data[:half]) + compress(data[half:])
     Path(path).write_bytes(data)
 
