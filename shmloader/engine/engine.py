@@ -30,7 +30,6 @@ from shmloader.engine.workers import (
 from shmloader.errors import (
     ITERATOR_CLOSED,
     ClosedLoaderError,
-    InternalError,
     LoaderTimeoutError,
     SharedMemoryError,
     WorkerDiedError,
@@ -38,8 +37,6 @@ from shmloader.errors import (
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import pack_batch
 from shmloader.interruptions import Caught, attempt, describe_interruption, is_interruption
-from shmloader.memory.arena import Slot
-from shmloader.memory.flat import checksum
 from shmloader.pools import Pool
 from shmloader.pools.answers import Answer, Death
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
@@ -367,7 +364,6 @@ class Engine:
 
         Raises:
             SharedMemoryError: If the slot cannot be mapped.
-            InternalError: If the batch changed since its worker wrote it (``SHMLOADER_DEBUG=1``).
             Exception: What unpickling a part of the batch raises.
         """
         slots, slot_id, lease = self._scheduler.slots, ticket.slot_id, None
@@ -376,8 +372,6 @@ class Engine:
             slot = memory.slots[slot_id]
             if memory.locks_pages or slot.nbytes < slot.touched_bytes:
                 slot = memory.lock(slot_id) if is_lent else memory.mapped(slot_id)
-            if answer.check is not None:
-                self._check(slot, ticket, answer.check)
             if is_lent:
                 slots.lend(slot_id)
                 lease = slot.lend(memory.ended.append)
@@ -388,18 +382,6 @@ class Engine:
         finally:
             if lease is None:  # otherwise the slot is free when the lease dies
                 slots.free(slot_id)
-
-    def _check(self, slot: Slot, ticket: Ticket, check: tuple[int, int]) -> None:
-        nbytes, expected = check
-        found = checksum(slot, nbytes)
-        if found != expected:
-            raise InternalError(
-                f"SHMLOADER_DEBUG: {describe_ticket(ticket)} changed in slot {ticket.slot_id} "
-                f"after worker {ticket.worker_id} (pid {self._pool.pid(ticket.worker_id)}) had "
-                f"answered (checksum of its {nbytes} bytes: {expected:08x}, now {found:08x}). "
-                "Check whether a thread of the dataset or of collate_fn still writes to memory "
-                "from shmloader.empty; if none does, this is a bug in shmloader."
-            )
 
     def _raise_instead(self, ticket: Ticket, answer: Any) -> NoReturn:
         """Raise the error that came in place of a batch, and offer one more ticket if possible."""

@@ -19,7 +19,6 @@ from shmloader.grammar import warn_user
 from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.arena import Arena
-from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
@@ -232,7 +231,7 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     memory = MemoryConfig(config.num_workers, config.slot_count, config.root)
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(config.slot_bytes, config.arena_slot_count)
-    return TaskConfig(config.fetch, arena, queue, memory, config.state_slot_count, is_debugging())
+    return TaskConfig(config.fetch, arena, queue, memory, config.state_slot_count)
 
 
 def _warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:

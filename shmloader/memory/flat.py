@@ -8,10 +8,7 @@ stacks the fields straight into the slot and describes them by a :class:`FlatLay
 that the user sees, and pickled (:mod:`shmloader.memory.pickled`), as all other batches are.
 """
 
-import functools
 import math
-import os
-import zlib
 from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
@@ -338,19 +335,3 @@ def _reading_of(field: Field) -> tuple[bool, Any, Any, int, tuple[Any, ...] | No
     except TypeError:  # such as bfloat16: as bytes
         exact = dtype, shape, torch.empty(shape, device="meta").stride()
         return nbytes > COPY_OUT_BYTES, (nbytes,), np.uint8, offset, exact
-
-
-# With SHMLOADER_DEBUG=1, a batch carries a checksum of its slot's used bytes from the worker to the
-# main process, which detects writes to a slot after its batch was answered. That is too slow to be
-# on by default.
-
-
-@functools.cache
-def is_debugging() -> bool:
-    """Whether the check is on. Read once, in the main process, which passes it to its workers."""
-    return os.environ.get("SHMLOADER_DEBUG", "") not in ("", "0")
-
-
-def checksum(slot: Slot, used_bytes: int) -> int:
-    """Return a checksum of a slot's first ``used_bytes``, which are mapped."""
-    return zlib.crc32(slot.memory[:used_bytes])

@@ -38,7 +38,6 @@ from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import work_of
 from shmloader.memory.arena import Arena
-from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
 from shmloader.pipeline.config import PipelineConfig, StageConfig, call_all, results_of
 from shmloader.pipeline.executors import DeviceExecutor, LoopExecutor, ThreadExecutor, submitting
@@ -103,7 +102,7 @@ class ProcessExecutor(OwnThread):
         count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + _LEND_LIMIT)
         arena = Arena.create(None, window + _LEND_LIMIT)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
-        tasks = TaskConfig(config, arena, TaskQueue(), memory, is_debugging())
+        tasks = TaskConfig(config, arena, TaskQueue(), memory)
         objects = (OpItems(op, stage.setup), None, unchanged, "raise")
         seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
         starter = OwnWorkers(None, count, objects, tasks, seed, names)

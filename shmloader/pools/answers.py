@@ -42,7 +42,6 @@ class Answer:
         is_empty: Whether there is no batch, since all its samples failed and are left out.
         is_final: Whether the dataset could not be resumed, and no batch follows.
         lends: Whether the batch lies in a slot and has a part that is large enough to be lent.
-        check: The number of bytes used of the slot, and their checksum; None if not checked.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
@@ -60,7 +59,6 @@ class Answer:
     is_empty: bool = field(default=False, init=False)
     is_final: bool = field(default=False, init=False)
     lends: bool = field(default=False, init=False)
-    check: tuple[int, int] | None = field(default=None, init=False)
     snapshot: bytes | InSlot | Unsaved | None = field(default=None, init=False)
     fingerprint: int | None = field(default=None, init=False)
     state_ns: int = field(default=0, init=False)

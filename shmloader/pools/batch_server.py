@@ -16,7 +16,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader, checksum
+from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
@@ -39,7 +39,6 @@ class TaskConfig:
         memory: The memory that workers may take; None if memory is not checked.
         state_slot_count: How many slots, the last ones, are for the workers' states: one for each
             worker, or none.
-        is_debugging: Whether answers carry a checksum.
     """
 
     config: FetchConfig
@@ -47,7 +46,6 @@ class TaskConfig:
     queue: TaskQueue | None = None
     memory: MemoryConfig | None = None
     state_slot_count: int = 0
-    is_debugging: bool = False
 
     def close(self) -> None:
         """Close the slots and the queue, in the process that made them."""
@@ -109,7 +107,7 @@ class BatchServer:
         if dataset.has_ended:
             beginning = dataset.next_beginning() if self._tasks.config.is_persistent else None
             return messages.pack(messages.StreamEnded(seq, epoch, beginning))
-        used_bytes, check = writer.used_bytes, None
+        used_bytes = writer.used_bytes
         if self._tasks.config.snapshot_every:
             try:
                 snapshot = dataset.save(self._put_state)
@@ -120,17 +118,14 @@ class BatchServer:
         is_failed = is_empty or error is not None
         if is_failed:
             layout, used_bytes = None, writer.touched_bytes
-        elif self._tasks.is_debugging:
-            self._arena.reach(slot, used_bytes)
-            check = (used_bytes, checksum(slot, used_bytes))
-        unusual = layout, check, report, snapshot, dataset.fingerprint
-        if not is_failed and unusual == (None,) * 5:
+        unusual = layout, report, snapshot, dataset.fingerprint
+        if not is_failed and unusual == (None,) * 4:
             head = messages.DONE_HEAD.pack(messages.DONE, seq, epoch, slot_id, used_bytes)
             return head + self._timer.read()
         answer = Answer(None, report, self._timer.read(), used_bytes, error)
         answer.is_empty, answer.is_final = is_empty and error is None, dataset.is_lost
-        answer.check, answer.snapshot = check, snapshot
-        answer.fingerprint, answer.state_ns = dataset.fingerprint, dataset.state_ns
+        answer.snapshot, answer.fingerprint = snapshot, dataset.fingerprint
+        answer.state_ns = dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _put_state(self, saved: Saved) -> bytes | messages.InSlot:

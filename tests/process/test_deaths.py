@@ -26,7 +26,6 @@ from torch.utils.data import get_worker_info
 import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.device.thread import CallRequest
-from shmloader.memory.flat import is_debugging
 from shmloader.pools.status_page import Phase
 from tests.late import switched_on, to_host
 from tests.process.support import (
@@ -427,14 +426,13 @@ MAP_STYLE: dict[str, tuple[dict[Any, int], dict[str, Any], list[str]]] = {
     # Nor does waiting behind the one in work.
     "one after the other": ({0: 1, 1: 1}, {"num_workers": 1}, [AGAIN + "0, 1", AGAIN + "1"]),
     "in the middle of a slot": ({("half", 8): 1}, {"batch_size": 2}, [AGAIN]),
-    "checked": ({("half", 8): 1}, {"batch_size": 2}, [""]),
     "capped": ({("half", 8): 1}, {"batch_size": 2, "shm_size": 1 << 20}, [""]),
     "again and again": ({5 * n + 4: 1 for n in range(4)}, {}, [""] * 4),
 }
 
 
 @pytest.mark.parametrize("case", MAP_STYLE)
-def test_a_map_style_dataset_s_batches_are_loaded_again(case, caplog, monkeypatch) -> None:
+def test_a_map_style_dataset_s_batches_are_loaded_again(case, caplog) -> None:
     places, options, texts = MAP_STYLE[case]
     deaths = Deaths(places)
 
@@ -448,14 +446,8 @@ def test_a_map_style_dataset_s_batches_are_loaded_again(case, caplog, monkeypatc
         "num_workers": 2, "worker_restarts": len(texts), "collate_fn": collate,
         "worker_init_fn": lambda _: deaths.come("start"), **options,
     }  # fmt: skip
-    is_debugging.cache_clear()
-    if case == "checked":
-        monkeypatch.setenv("SHMLOADER_DEBUG", "1")
-    try:
-        loader = DataLoader(rows(deaths), **options)
-        kept = list(loader)  # some lent, some copied out
-    finally:
-        is_debugging.cache_clear()
+    loader = DataLoader(rows(deaths), **options)
+    kept = list(loader)  # some lent, some copied out
     assert deaths.left == 0
     assert loader.stats().restarts == len(texts)
     seen = contents(kept)

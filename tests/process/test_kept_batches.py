@@ -1,5 +1,6 @@
 """What the user keeps is never written again (I9), and never stops the loader (I5)."""
 
+import itertools
 import multiprocessing
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import shmloader
 from shmloader import DataLoader
+from tests.parity.compare import assert_same
 from tests.process.support import Calls, only
 
 ROWS = 30_000
@@ -99,6 +101,33 @@ def test_the_dataset_does_not_see_what_the_user_writes_into_a_batch() -> None:
     for batch in loader:
         assert float(batch.mean()) == 1
         batch.zero_()
+
+
+KINDS: list[Any] = [
+    plane,
+    lambda index: {"a": torch.tensor([index]), "b": index, "c": float(index)},
+    lambda index: (plane(index), index, np.full(7, index)),
+    lambda index: [torch.tensor([index + other]) for other in range(300)],
+    lambda index: ["text" * 50, str(index)] * 100,
+    lambda index: torch.eye(50).mul(index).to_sparse(),
+    lambda index: shmloader.empty((ROWS,), torch.float32).fill_(index),
+    lambda index: None,
+]
+
+
+def mixed(index: int) -> Any:
+    return KINDS[index % len(KINDS)](index)
+
+
+@pytest.mark.parametrize(("make", "collate"), [(mixed, only), *((one, None) for one in KINDS[:5])])
+def test_kept_batches_of_all_kinds_are_those_of_the_main_process(make, collate) -> None:
+    """An epoch that is left, whose other batches are dropped, and one whose batches are kept."""
+    expected = list(DataLoader(Calls(make, 40), collate_fn=collate))
+    options = {"collate_fn": collate, "persistent_workers": True, "num_workers": 1}
+    with DataLoader(Calls(make, 40), **options) as loader:
+        first = list(itertools.islice(loader, 25))
+        assert_same(list(loader), expected)
+        assert_same(first, expected[:25])
 
 
 def test_a_forked_child_never_sees_its_batch_change() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.flat import is_debugging
 
 MIB = 1 << 20
 SLOT_ID = 5
@@ -146,19 +145,3 @@ def test_slots_that_only_a_device_reads_are_not_parted_from_their_views(book, ar
     fork_and_wait()
     assert slot.memory[:4] == memoryview(tensor.numpy()).cast("B")[:4]
     assert slot.nbytes == MIB
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)]
-)
-def test_the_variable_is_read_once(value, expected, monkeypatch):
-    monkeypatch.delenv("SHMLOADER_DEBUG", raising=False)
-    if value is not None:
-        monkeypatch.setenv("SHMLOADER_DEBUG", value)
-    is_debugging.cache_clear()
-    try:
-        assert is_debugging() is expected
-        monkeypatch.setenv("SHMLOADER_DEBUG", "0" if expected else "1")
-        assert is_debugging() is expected
-    finally:
-        is_debugging.cache_clear()

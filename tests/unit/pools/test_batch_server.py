@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -35,14 +34,12 @@ class Fetcher:
 class Bench:
     """A worker with one slot."""
 
-    def __init__(self, *, is_debugging=False, dataset=(), state_slots=0, collates=True):
+    def __init__(self, *, dataset=(), state_slots=0, collates=True):
         config = FetchConfig(False, auto_collation=collates, drop_last=False, snapshot_every=1)
         self.dataset = dataset
         self.arena = Arena.create(8 * MIB, 1 + state_slots)
         self.slot = self.arena.slots[0]
-        tasks = TaskConfig(
-            config, self.arena, state_slot_count=state_slots, is_debugging=is_debugging
-        )
+        tasks = TaskConfig(config, self.arena, state_slot_count=state_slots)
         self.server = BatchServer(tasks, 0, SimpleNamespace(set_sample=None))
         maker = BatchMaker(config, dataset, list, where="here", timer=self.server._timer)
         self.fetcher = maker.fetcher = Fetcher()
@@ -112,14 +109,6 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
     assert answer.touched_bytes == 100_032
     assert len(str(answer.answer.error.rebuilt("note"))) > 250_000
     assert bench.serve(ValueError("short")).touched_bytes == 0
-
-
-def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
-    assert make_bench().serve([torch.arange(3)]).answer.check is None
-    bench = make_bench(is_debugging=True)
-    answer = bench.serve([torch.arange(3)])
-    assert answer.answer.check == (64, zlib.crc32(bench.slot.memory[:64]))
-    assert answer.touched_bytes == answer.answer.nbytes == 64
 
 
 class Stateful:
