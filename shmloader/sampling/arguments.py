@@ -101,37 +101,6 @@ def as_numbers(values: object, name: str) -> npt.NDArray[Any]:
     return array
 
 
-def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Check an argument that is a 1-d sequence of finite numbers, none of them negative.
-
-    Args:
-        values: The argument: a sequence, numpy array or tensor of ints or floats.
-        name: Name of the argument.
-
-    Returns:
-        A read-only copy, int64 if the values are ints that fit, else float64.
-
-    Raises:
-        TypeError: If the values are not numbers.
-        ValueError: If the values do not have one dimension, or one is negative, infinite or NaN.
-    """
-    array = as_numbers(values, name)
-    if array.ndim != 1:
-        raise ValueError(f"{name} should have one dimension, but got {name} of shape {array.shape}")
-    wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if wrong.size:
-        first = int(wrong[0])
-        raise ValueError(
-            f"{name} should have no negative or infinite numbers and no NaN, "
-            f"but got {name}[{first}]={array[first]}"
-        )
-    is_int = array.dtype.kind in "iu" and not (array > np.iinfo(np.int64).max).any()
-    # astype() makes a copy even if the dtype stays the same.
-    checked = array.astype(np.int64) if is_int else array.astype(np.float64)
-    checked.flags.writeable = False
-    return checked
-
-
 # Ranks -----------------------------------------------------------------------------------
 
 

@@ -95,8 +95,7 @@ def describe(index_sampler: object, *, has_facts: bool = False) -> str:
 def is_known(sampler: object) -> bool:
     """Whether a sampler is torch's or ours. Its state then has all that its order depends on."""
     kind = type(sampler)
-    is_ours = kind.__module__.startswith("shmloader.") and kind.__name__ != "FilterSampler"
-    return kind in _TORCHS or kind in _SEQUENCES or is_ours
+    return kind in _TORCHS or kind in _SEQUENCES or kind.__module__.startswith("shmloader.")
 
 
 def size_of_batches(index_sampler: object) -> int | None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import shmloader
-from shmloader.sampling import BucketBatchSampler, ShardedSampler, TokenBatches
+from shmloader.sampling import ShardedSampler, TokenBatches
 
 LENGTH = 41
 BATCH = 4
@@ -195,9 +195,6 @@ KINDS = {
             "seed": 5,
         },
         dataset=Noisy,
-    ),
-    "buckets": Kind(
-        lambda: {"batch_sampler": BucketBatchSampler(range(LENGTH), BATCH, shuffle=True, seed=3)}
     ),
     "token batches": Kind(lambda: {"batch_sampler": _tokens()}),
     "token batches of a rank": Kind(

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 
 import shmloader
-from shmloader.sampling import BucketBatchSampler, TokenBatches
+from shmloader.sampling import TokenBatches
 
 LENGTH = 250
 GLOBAL_BATCH = 24
@@ -177,14 +177,13 @@ class Noisy(Dataset):
         return torch.tensor([index, torch.rand(()).item()], dtype=torch.double)
 
 
-def make_buckets(world_size, shards=0, **options):
+def make_batches(world_size):
     return [
         shmloader.ShardedDataLoader(
             Noisy(),
-            batch_sampler=BucketBatchSampler(LENGTHS, 8, 4, shards, shuffle=True),
+            batch_sampler=BatchSampler(RandomSampler(LENGTHS), 8, drop_last=False),
             rank=rank,
             world_size=world_size,
-            **options,
         )
         for rank in range(world_size)
     ]
@@ -209,14 +208,14 @@ def load(state, ranks):
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 def test_a_batch_sampler_goes_on_with_any_number_of_ranks(before):
-    (alone,) = make_buckets(1)
+    (alone,) = make_batches(1)
     epochs = [values(alone), values(alone)]
     for stop, after in itertools.product(range(-(-13 // before) + 1), (1, 2, 3, 4)):
-        ranks = make_buckets(before)
+        ranks = make_batches(before)
         iterators = [iter(rank) for rank in ranks]
         take_batches(iterators, stop)
         state = json.loads(json.dumps(ranks[0].state_dict()))
-        others = load(state, make_buckets(after))
+        others = load(state, make_batches(after))
         done = min(stop * before, 13)
         rest = values(take_batches(others))
         where = f"{before} ranks, {stop} steps, then {after} ranks"
@@ -280,7 +279,7 @@ def test_a_state_of_one_of_several_ranks_in_any_order_is_for_that_rank_alone(has
     def make(rank, world_size):
         order = {"batch_size": 12 // world_size}
         if has_batches:
-            order = {"batch_sampler": BucketBatchSampler(LENGTHS, 8)}
+            order = {"batch_sampler": BatchSampler(RandomSampler(LENGTHS), 8, drop_last=False)}
         return shmloader.ShardedDataLoader(
             Noisy(), rank=rank, world_size=world_size, in_order=False, num_workers=1, **order
         )

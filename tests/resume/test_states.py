@@ -17,7 +17,6 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader.loader.states import sealed
-from shmloader.sampling import BucketBatchSampler
 from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Noisy, Squares, make_loader, read
 
@@ -441,16 +440,16 @@ def test_another_loader_says_what_was_found_and_what_it_expected(saved, own, tol
 
 
 def test_batches_of_another_kind_and_another_global_batch_are_another_loader():
-    def make(world_size, shards):
-        batches = BucketBatchSampler(range(1, 41), 4, 4, shards)
+    def make(size, world_size):
+        batches = BatchSampler(SequentialSampler(range(40)), size, drop_last=False)
         return shmloader.ShardedDataLoader(
             range(40), batch_sampler=batches, rank=0, world_size=world_size
         )
 
-    state = make(2, 0).state_dict()
-    make(1, 0).load_state_dict(state)
-    with pytest.raises(ValueError, match="'4 samples' in the state, '4 samples in each of 2 shar"):
-        make(1, 2).load_state_dict(state)
+    state = make(4, 2).state_dict()
+    make(4, 1).load_state_dict(state)
+    with pytest.raises(ValueError, match="'4 samples' in the state, '5 samples' in this"):
+        make(5, 1).load_state_dict(state)
     state = shmloader.ShardedDataLoader(Squares(), 4, rank=0, world_size=2).state_dict()
     with pytest.raises(ValueError, match="over all ranks and shards: 8 in the state, 12 in this"):
         shmloader.ShardedDataLoader(Squares(), 4, num_shards=3).load_state_dict(state)
@@ -592,11 +591,11 @@ def test_the_epoch_that_is_named_goes_on_and_another_gives_the_state_up(caplog):
 
 
 def test_what_a_sampler_was_told_of_the_epoch_does_not_change_the_one_that_goes_on():
-    epochs = whole("buckets", epochs=3)
-    loader = make_loader("buckets", 0)
+    epochs = whole("token batches", epochs=3)
+    loader = make_loader("token batches", 0)
     rest_of(loader)
     _, state = saved(loader, 3)
-    other = make_loader("buckets", 0)
+    other = make_loader("token batches", 0)
     other.load_state_dict(state)
     other.batch_sampler.set_epoch(0)
     assert [rest_of(other), rest_of(other)] == [epochs[1][3:], epochs[2]]

@@ -87,10 +87,10 @@ import sys, warnings
 assert "shmloader" not in sys.modules
 warnings.simplefilter("error")
 import shmloader
-print(shmloader.sampling.SplitSampler.__name__, shmloader.sequence.smap.__name__)
+print(shmloader.sampling.TokenBatches.__name__, shmloader.sequence.smap.__name__)
 """
     done = run_program(program)
-    assert done.out == "SplitSampler smap\n", done.err
+    assert done.out == "TokenBatches smap\n", done.err
     done.assert_quiet()
 
 

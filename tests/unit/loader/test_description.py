@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.sampling import BucketBatchSampler
+from shmloader.sampling import TokenBatches
 
 DATA = torch.arange(12)
 CONTEXT = torch.multiprocessing.get_context("spawn")
@@ -36,8 +36,8 @@ SHOWN = {
     "DataLoader(<Stream>, batch_size=1, num_workers=0)": DataLoader(Stream()),
     "DataLoader(<Unfit>, batch_size=1, num_workers=0)": DataLoader(Unfit()),
     "DataLoader(<Tensor of length 12>, batch_size=None, num_workers=0, "
-    "batch_sampler=<BucketBatchSampler>, collate_fn=list)": DataLoader(
-        DATA, batch_sampler=BucketBatchSampler([1] * 12, 2), collate_fn=list
+    "batch_sampler=<TokenBatches>, collate_fn=list)": DataLoader(
+        DATA, batch_sampler=TokenBatches([1] * 12, 2), collate_fn=list
     ),
     "DataLoader(<Tensor of length 12>, batch_size=2, num_workers=0, drop_last=True, "
     "timeout=1.5, generator=<Generator>)": DataLoader(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.sampling.arguments import flag, non_negatives, whole_number
+from shmloader.sampling.arguments import as_numbers, flag, whole_number
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3)])
@@ -39,37 +39,20 @@ def test_the_bounds_are_told_and_a_flag_is_itself():
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype"),
+    "values",
     [
-        ([0, 2, 1], np.int64),
-        ((0, 2, 1), np.int64),
-        (range(3), np.int64),
-        (np.array([0, 2, 1], np.uint8), np.int64),
-        (np.array([0, 2, 1], np.uint64), np.int64),
-        (np.array([2**64 - 1, 0], np.uint64), np.float64),
-        ([0, 2.5], np.float64),
-        ([np.float32(0.5), np.int64(2)], np.float64),
-        (np.array([0, 2.5], np.float16), np.float64),
-        (torch.tensor([0, 2, 1], dtype=torch.int16), np.int64),
-        (torch.tensor([0, 2.5], dtype=torch.bfloat16, requires_grad=True), np.float64),
-        ([], np.float64),
-        (torch.tensor([], dtype=torch.int64), np.int64),
+        (0, 2, 1),
+        range(3),
+        [np.float32(0.5), np.int64(2)],
+        np.array([2**64 - 1, 0], np.uint64),
+        torch.tensor([0, 2, 1], dtype=torch.int16),
+        torch.tensor([0, 2.5], dtype=torch.bfloat16, requires_grad=True),
+        [],
     ],
 )
-def test_numbers_of_any_kind_become_an_array(values, dtype):
-    array = non_negatives(values, "some")
+def test_numbers_of_any_kind_become_an_array(values):
     plain = values.tolist() if isinstance(values, torch.Tensor) else values
-    assert array.tolist() == [float(value) for value in plain]
-    assert array.dtype == dtype
-
-
-def test_the_array_is_a_copy_that_cannot_be_written_to():
-    values = np.array([1, 2])
-    array = non_negatives(values, "some")
-    values[0] = 9
-    assert array.tolist() == [1, 2]
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 9
+    assert as_numbers(values, "some").tolist() == list(plain)
 
 
 @pytest.mark.parametrize(
@@ -91,26 +74,4 @@ def test_the_array_is_a_copy_that_cannot_be_written_to():
 )
 def test_what_are_no_numbers_is_a_type_error(values):
     with pytest.raises(TypeError, match="some should be a sequence of ints or floats, but"):
-        non_negatives(values, "some")
-
-
-@pytest.mark.parametrize(
-    ("values", "shape"), [(3, r"\(\)"), ([[1, 2]], r"\(1, 2\)"), (torch.ones(2, 0), r"\(2, 0\)")]
-)
-def test_other_than_one_dimension_is_refused(values, shape):
-    with pytest.raises(ValueError, match=rf"one dimension, but got some of shape {shape}$"):
-        non_negatives(values, "some")
-
-
-@pytest.mark.parametrize(
-    ("values", "got"),
-    [
-        ([1, -1, -2], r"some\[1\]=-1"),
-        ([0, 1, float("nan")], r"some\[2\]=nan"),
-        ([float("inf")], r"some\[0\]=inf"),
-        ([1.0, -0.5], r"some\[1\]=-0.5"),
-    ],
-)
-def test_numbers_below_0_or_without_bounds_are_refused(values, got):
-    with pytest.raises(ValueError, match=f"some should have no negative .* but got {got}$"):
-        non_negatives(values, "some")
+        as_numbers(values, "some")
