@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from shmloader.loader.dataloader import DataLoader
     from shmloader.loader.sharded import ShardedDataLoader
     from shmloader.memory.writer import empty
-    from shmloader.pipeline.builder import PipelineBuilder, PipelineDataLoader
+    from shmloader.pipeline.builder import PipelineBuilder
     from shmloader.pipeline.pipeline import Pipeline
     from shmloader.pipeline.stats import PipelineStats
     from shmloader.shared.sharing import share
@@ -96,8 +96,8 @@ __all__ = [
     "BatchSampler", "CachedBatches", "ChainDataset", "ClosedLoaderError", "ConcatDataset",
     "DFIterDataPipe", "DataChunk", "DataLoader", "Dataset", "DistributedSampler", "InstallReport",
     "InternalError", "IterDataPipe", "IterableDataset", "LoaderStats", "LoaderTimeoutError",
-    "MapDataPipe", "Pipeline", "PipelineBuilder", "PipelineDataLoader", "PipelineStats",
-    "RandomSampler", "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardError",
+    "MapDataPipe", "Pipeline", "PipelineBuilder", "PipelineStats", "RandomSampler",
+    "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardError",
     "ShardedDataLoader", "SharedMemoryError", "ShmloaderError", "StackDataset", "Subset",
     "SubsetRandomSampler", "TensorDataset", "TokenBlocks", "TooManyFailures",
     "WeightedRandomSampler", "WorkerDiedError", "__version__", "argument_validation", "arrow",
@@ -117,7 +117,6 @@ _HOMES = {
     "LoaderStats": "insight.stats",
     "Pipeline": "pipeline.pipeline",
     "PipelineBuilder": "pipeline.builder",
-    "PipelineDataLoader": "pipeline.builder",
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
     "TokenBlocks": "batch.token_blocks",

@@ -27,7 +27,7 @@ If the source can be resumed and the stages keep the order, each item travels wi
 the position right after the item, where a resumed epoch begins. The pipeline's state is the
 checkpoint of the item that was delivered last.
 
-Modules: ``builder`` (:class:`PipelineBuilder` and :class:`PipelineDataLoader`), ``pipeline``
+Modules: ``builder`` (:class:`PipelineBuilder`), ``pipeline``
 (:class:`Pipeline` and its iterator), ``config`` (the stages, checked), ``flow`` (an epoch, under a
 lock), ``stages`` (pure: where each item is, and what failed), ``source`` (how sources are iterated
 and resumed, and the format of a state), ``executors`` (threads and loops), ``processes`` (workers;

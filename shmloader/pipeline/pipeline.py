@@ -90,7 +90,7 @@ class Pipeline:
     # The default value, since at the interpreter's end modules are gone before their objects.
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
         # Not weakref.finalize, which would hold the ops, and these may hold this object.
-        if vars(self) and not threads.is_exiting:  # else a constructor's check has failed
+        if not threads.is_exiting:
             self.stop()
 
     # Starting and stopping ---------------------------------------------------------------

@@ -282,12 +282,11 @@ class Soak(Hammered):
 
     def _run_pipeline(self) -> None:
         """Use a pipeline on threads."""
-        from shmloader import PipelineDataLoader
+        from shmloader import PipelineBuilder
 
-        loader = PipelineDataLoader(
-            range(40), preprocessor=make_sample, num_threads=2, batch_size=BATCH_SIZE
-        )
-        self._epochs(loader, lambda _: None)
+        builder = PipelineBuilder().add_source(range(40)).pipe(make_sample, concurrency=2)
+        pipeline = builder.aggregate(BATCH_SIZE).add_sink().build()
+        self._epochs(pipeline, lambda _: None)
 
     def _check_samples(self, batch: Any) -> None:
         for sample, index in zip(batch[0], batch[1].tolist(), strict=True):

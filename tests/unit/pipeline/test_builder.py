@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmloader import PipelineBuilder, PipelineDataLoader
+from shmloader import PipelineBuilder
 
 
 def op(item):
@@ -107,6 +107,3 @@ def test_a_pipeline_shows_whether_an_epoch_is_under_way():
     with pytest.raises(ValueError, match="no 1"):
         list(failing)
     assert repr(failing).endswith(", ended: ValueError: no 1>")
-    with PipelineDataLoader([1, 2], preprocessor=op, batch_size=2, num_threads=1) as loader:
-        assert repr(loader).startswith("<PipelineDataLoader: <list of length 2> → op (1 on")
-        assert repr(loader).endswith("not started>")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from shmloader import DataLoader, PipelineBuilder, PipelineDataLoader, TooManyFailures
+from shmloader import DataLoader, PipelineBuilder, TooManyFailures
 from tests.unit.pipeline.support import SOON_S, chain
 
 
@@ -374,23 +374,3 @@ def test_the_concurrency_may_change():
     second = builder.aggregate(3).disaggregate().add_sink(9).build()
     second.load_state_dict(state)
     assert taken + list(second) == list(range(1, 21))
-
-
-def test_the_usual_chain_can_be_resumed():
-    def make(**options):
-        return PipelineDataLoader(
-            range(23), preprocessor=add_one, batch_size=4, num_threads=3, **options
-        )
-
-    with make(output_order="input") as whole:
-        batches = list(whole)
-    with make(output_order="input") as first:
-        items = iter(first)
-        taken = [next(items), next(items)]
-        state = first.state_dict()
-    with make(output_order="input") as second:
-        second.load_state_dict(state)
-        assert taken + list(second) == batches
-        assert list(second) == batches
-    with make() as other, pytest.raises(RuntimeError, match="output_order='input'"):
-        other.state_dict()
