@@ -9,6 +9,7 @@ runtime would keep the error of a refused call, and the user's next call would r
 for kinds of device without a driver in `DRIVERS`, and for ROCm, go through torch's pinned memory.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -169,15 +170,13 @@ class Backend:
 
     Attributes:
         device: The device, with its index.
-        numbers: The numbers of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.numbers = itertools.count()
         # The events of the user's streams, for each batch that was delivered, oldest first. The
         # user's threads add them. The next epoch still waits for them: an epoch may be short.
-        self._delivered: dict[int, list[Event]] = {}
+        self._delivered: collections.deque[list[Event]] = collections.deque()
         self._new_stream: Any = torch.Stream
         self._new_event: Any = torch.Event
         self._current_stream: Any = torch.accelerator.current_stream
@@ -243,7 +242,7 @@ class Backend:
         return event
 
     def deliver(
-        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
+        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor]
     ) -> None:
         """Make the calling thread's current streams wait for a batch, and record that they use it.
 
@@ -251,24 +250,20 @@ class Backend:
             events: For each device that the batch has tensors on, the event that is complete when
                 the batch is ready.
             tensors: One tensor of each of the batch's storages.
-            number: The batch's number. A batch may be delivered several times, from one thread to
-                the next.
         """
         streams = {device: self._current_stream(device) for device in events}
         for device, event in events.items():
             streams[device].wait_event(event)
         for tensor in tensors:
             tensor.record_stream(streams[tensor.device])
-        self._delivered[number] = [
-            self._record(device, stream) for device, stream in streams.items()
-        ]
+        self._delivered.append(list(itertools.starmap(self._record, streams.items())))
 
     def wait_for_user(self, newest: int) -> None:
         """Wait until the user's work on all batches but the ``newest`` is done."""
         while len(self._delivered) > newest:
-            oldest = next(iter(self._delivered.copy()))
-            for event in self._delivered.pop(oldest, ()):
-                event.synchronize()
+            with contextlib.suppress(IndexError):  # another epoch's thread has taken it
+                for event in self._delivered.popleft():
+                    event.synchronize()
 
     def finish(self) -> None:
         """Wait for all copies. A device with a permanent error refuses that, and reads no more."""

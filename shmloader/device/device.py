@@ -181,13 +181,11 @@ class OnDevice(NamedTuple):
         tensors: One tensor of each of the batch's storages.
         events: For each device that the batch has tensors on, the event that is complete when the
             batch is ready.
-        number: The batch's number among the batches of its backend.
     """
 
     batch: Any
     tensors: list[torch.Tensor]
     events: dict[torch.device, Event]
-    number: int
 
 
 class DeviceStage(Stage):
@@ -238,31 +236,11 @@ class DeviceStage(Stage):
             # Needed even if the copy of one tensor failed: other copies may be under way.
             event = self._backend.record()
             self._reading.append((event, held))
-        number = next(self._backend.numbers)
-        if self._transform is not None:
-            return self._recorded(self._transform(copied), number)
-        events = {self._backend.device: event}
-        return OnDevice(copied, list(self._storages(copied)), events, number)
-
-    def _recorded(self, batch: Any, number: int) -> OnDevice:
-        """Return a batch that was computed on the calling thread's current streams."""
+        if self._transform is None:
+            return OnDevice(copied, list(self._storages(copied)), {self._backend.device: event})
+        batch = self._transform(copied)
         tensors = list(self._storages(batch))
-        return OnDevice(batch, tensors, self._backend.record_all(tensors), number)
-
-    def record(self, value: Any, source: OnDevice | None) -> OnDevice | None:
-        """Record an event for what a pipeline's op has computed. Called on any thread.
-
-        Args:
-            value: The op's result.
-            source: The batch that it was computed from, if that was on the device; else None.
-
-        Returns:
-            What :meth:`deliver` takes; None if the result is not on the device.
-        """
-        if next(self._storages(value), None) is None:
-            return None
-        number = next(self._backend.numbers) if source is None else source.number
-        return self._recorded(value, number)
+        return OnDevice(batch, tensors, self._backend.record_all(tensors))
 
     def _wait_for_space(self) -> None:
         """Wait until one more batch may be read from its slot, and put on the device."""
@@ -311,7 +289,7 @@ class DeviceStage(Stage):
 
     def deliver(self, result: OnDevice) -> object:
         """Make the calling thread's current stream wait for the batch, and return the batch."""
-        self._backend.deliver(result.events, result.tensors, result.number)
+        self._backend.deliver(result.events, result.tensors)
         return result.batch
 
     def close(self) -> None:

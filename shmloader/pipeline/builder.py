@@ -72,6 +72,7 @@ class PipelineBuilder:
         self._stages: list[StageConfig] = []
         self._buffer_size: int | None = None
         self._snapshot_every = 1
+        self._is_transferred = False
 
     def add_source(self, source: Source, *, snapshot_every_n_steps: int = 1) -> Self:
         """Set the source of the items.
@@ -180,8 +181,8 @@ class PipelineBuilder:
         choice(output_order, "output_order", ("completion", "input"))
         is_async, makes_many = kind_of(op)
         kind = _stage_kind(executor, is_async=is_async)
+        self._check_open("pipe")
         is_elsewhere = kind in ("process", "executor")
-        self._check_open(f"pipe(executor={executor!r})", may_follow_transfer=not is_elsewhere)
         if (setup and kind == "executor") or (teardown and (is_elsewhere or not setup)):
             raise ValueError(
                 "setup cannot be combined with an Executor: give that an initializer. teardown "
@@ -222,7 +223,7 @@ class PipelineBuilder:
         Raises:
             TypeError, ValueError: For wrong arguments.
         """
-        self._check_open("aggregate", may_follow_transfer=False)
+        self._check_open("aggregate")
         size = whole_number(n, "n", minimum=1)
         self._stages.append(
             StageConfig(
@@ -236,27 +237,27 @@ class PipelineBuilder:
 
     def disaggregate(self) -> Self:
         """Add a stage that passes on the items of each list, or other iterable, one by one."""
-        self._check_open("disaggregate", may_follow_transfer=False)
+        self._check_open("disaggregate")
         return self.pipe(_each_item, name="disaggregate")
 
     def transfer(self, device: str | int | torch.device) -> Self:
-        """Add a stage that copies batches to a device, on a thread and a stream of its own.
+        """Copy batches to a device, on a thread and a stream of its own. This is the last stage.
 
         It copies as ``DataLoader(device=)`` does. If the stage before has ``executor="process"``,
         its results are copied from their slots, which are page-locked. Other batches go through
-        torch's pinned memory. The next op or the consumer may use the batch at once: the current
-        stream of its thread waits for the copy. No ``aggregate``, ``disaggregate`` or stage
-        with processes or an ``Executor`` may follow.
+        torch's pinned memory. The consumer may use the batch at once: the current stream of its
+        thread waits for the copy.
 
         Args:
-            device: ``"cuda:0"``, an index, or a ``torch.device``. ``"cpu"`` adds no stage.
+            device: ``"cuda:0"``, an index, or a ``torch.device``. ``"cpu"`` copies nothing.
 
         Raises:
             TypeError, ValueError: If ``device`` is not a device, or ``transfer`` was called before.
             RuntimeError: If this machine, or this build of torch, does not have the device.
         """
-        self._check_open("transfer", may_follow_transfer=False)
+        self._check_open("transfer")
         parsed = parse_device(device)
+        self._is_transferred = True
         if parsed is not None:
             name = f"transfer to {device}"
             self._stages.append(StageConfig(name, "device", device=parsed))
@@ -317,11 +318,14 @@ class PipelineBuilder:
         )
         return Pipeline(config)
 
-    def _check_open(self, what: str, *, may_follow_transfer: bool = True) -> None:
+    def _check_open(self, what: str) -> None:
         if self._buffer_size is not None:
             raise ValueError(f"{what} was called after add_sink: no stage comes after the sink")
-        if not may_follow_transfer and any(stage.kind == "device" for stage in self._stages):
-            raise ValueError(f"{what} cannot come after transfer: call it before")
+        if self._is_transferred:
+            raise ValueError(
+                f"{what} was called after transfer, which should be the last stage: "
+                "do further work on the device in your loop"
+            )
 
 
 def _stage_kind(executor: Executor | None, *, is_async: bool) -> str:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from shmloader.device.device import DeviceStage
 from shmloader.loader.options import describe_source
 
 Source = Iterable[Any] | AsyncIterable[Any]
@@ -67,7 +66,6 @@ class StageConfig:
         in_order: Whether results leave in the order of the items.
         max_failures: The limit of this stage alone; None for the pipeline's common limit.
         size: Length of the lists that the stage makes; 0 if it calls an op.
-        transfer: What has copied the stage's items to a device; None if they are not on one.
     """
 
     name: str
@@ -83,7 +81,6 @@ class StageConfig:
     teardown: Callable[[Any], Any] | None = None
     size: int = 0
     drop_last: bool = False
-    transfer: DeviceStage | None = None
 
     def __str__(self) -> str:
         """Return the stage's name, how many items it takes at once, and where."""

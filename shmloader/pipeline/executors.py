@@ -13,11 +13,6 @@ Guarantees:
       cancelled coroutines have ended, or after ``_CANCEL_S`` seconds.
     * At the interpreter's exit, threads are asked to pause. The exit waits for them at most
       ``_EXIT_S`` seconds.
-
-A batch on a device may still be under way when its thread continues, and each thread has current
-streams of its own. So it travels with events of the streams that it was made on (``OnDevice``). The
-thread that takes it (the next op's, or the consumer's) first makes its own current streams wait for
-these events.
 """
 
 import asyncio
@@ -55,20 +50,6 @@ def _logged(stage: StageConfig) -> Iterator[None]:
         yield
     except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
         _log.exception("teardown of %s failed", stage.title)
-
-
-def opened(transfer: DeviceStage | None, item: Any) -> Any:
-    """Return the item for the calling thread, which from now on waits for its copy to a device."""
-    return item if transfer is None or type(item) is not OnDevice else transfer.deliver(item)
-
-
-def _recorded(job: Job, result: Any) -> Any:
-    """Return what the calling thread has made of an item, with events if it is on a device."""
-    transfer, item = job.stage.transfer, job.item
-    if transfer is None:
-        return result
-    made = transfer.record(result, item if type(item) is OnDevice else None)
-    return result if made is None else made
 
 
 # Threads ---------------------------------------------------------------------------------
@@ -115,14 +96,13 @@ class _Thread(BackgroundThread):
             in_setup, began_ns = False, time.monotonic_ns()
             if context or not stage.makes_many:
                 # A context may be usable only on this thread: all results come together.
-                result = stage.op(opened(stage.transfer, job.item), *context)
-                outputs = [_recorded(job, output) for output in results_of(stage, result)]
+                outputs = results_of(stage, stage.op(job.item, *context))
             else:
                 if job.iterator is None:
-                    job.iterator = iter(stage.op(opened(stage.transfer, job.item)))
+                    job.iterator = iter(stage.op(job.item))
                 for result in job.iterator:
                     op_ns = time.monotonic_ns() - began_ns
-                    if not flow.yielded(job, _recorded(job, result), op_ns):
+                    if not flow.yielded(job, result, op_ns):
                         return None
                     began_ns = time.monotonic_ns()
                 job.iterator = None
@@ -267,20 +247,19 @@ class LoopExecutor(BackgroundThread):
         outputs: Sequence[Any] = ()
         try:
             context = () if stage.setup is None else (await self._context_of(job),)
-            in_setup, item, began_ns = False, opened(stage.transfer, job.item), time.monotonic_ns()
+            in_setup, began_ns = False, time.monotonic_ns()
             if stage.makes_many and stage.kind != "executor":
-                async with contextlib.aclosing(stage.op(item, *context)) as results:
+                async with contextlib.aclosing(stage.op(job.item, *context)) as results:
                     async for result in results:
                         op_ns = time.monotonic_ns() - began_ns
-                        if not flow.yielded(job, _recorded(job, result), op_ns):
+                        if not flow.yielded(job, result, op_ns):
                             # The job cannot have come back: no step of the loop lies in between.
                             job.iterator = self._loop.create_future()
                             await job.iterator
                             job.iterator = None
                         began_ns = time.monotonic_ns()
             else:
-                result = await stage.op(item, *context)
-                outputs = [_recorded(job, output) for output in results_of(stage, result)]
+                outputs = results_of(stage, await stage.op(job.item, *context))
         except BaseException as error:
             if self._is_ended.is_set() and isinstance(error, asyncio.CancelledError):
                 raise

@@ -14,11 +14,11 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
 
+from shmloader.device.device import OnDevice
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
 from shmloader.pipeline.config import PipelineConfig, check_timeout
-from shmloader.pipeline.executors import opened
 from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.processes import Executors
 from shmloader.pipeline.source import (
@@ -225,7 +225,8 @@ class Pipeline:
         try:
             flow.taker = caller
             item = flow.take(self._config.timeout_s if timeout_s is None else timeout_s)
-            item = opened(self._executors.transfer, item)
+            if type(item) is OnDevice:
+                item = self._executors.transfer.deliver(item)
             if flow.is_over:
                 self._end_epoch(flow, flow.over_because)
             flow.taker = 0

@@ -31,7 +31,7 @@ import torch
 
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.device.device import Destination, DeviceStage
+from shmloader.device.device import Destination
 from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.engine.scheduler import Scheduler
@@ -215,7 +215,7 @@ class Executors:
         self._ending: list[Any] = []
         # The device of a transfer, which persists with its page locks.
         self._destination: Any = None
-        self.transfer: DeviceStage | None = None
+        self.transfer: Any = None
 
     def make(self) -> list[tuple[StageConfig, Any]]:
         """Make the executors that are missing. Returns how the source and each stage are run.
@@ -225,23 +225,22 @@ class Executors:
         config = self._config
         if self._ending:  # an earlier end was interrupted
             self.end()
-        devices = [stage.device for stage in config.stages if stage.device is not None]
-        if devices and self._destination is None:
-            self._destination = Destination(devices)
+        device = config.stages[-1].device if config.stages else None
+        if device is not None and self._destination is None:
+            self._destination = Destination([device])
         self._make_processes()
-        self.transfer = None
         is_async = not isinstance(config.source, Iterable)
         read: Any = SourceReader.iterate_async if is_async else SourceReader.iterate
         source = StageConfig("the source", "source", read, makes_many=True)
         runners = [(source, self._get("coroutine" if is_async else "source"))]
         for index, stage in enumerate(config.stages):
-            run, made = replace(stage, transfer=self.transfer), None
+            run, made = stage, None
             if stage.kind == "executor":
-                run = replace(run, op=submitting(stage))
+                run = replace(stage, op=submitting(stage))
             if stage.kind == "device":
                 made = self._get("device")
                 self.transfer = made.stage
-                run = replace(run, op=made.copy, setup=made.stage.start)
+                run = replace(stage, op=made.copy, setup=made.stage.start)
             elif stage.kind != "aggregate":
                 made = self._get(index if stage.kind == "process" else stage.kind)
             runners.append((run, made))
@@ -272,9 +271,9 @@ class Executors:
             return
         self.end()
         for index in indices:
-            # A device reads results out of their slots, which are then page-locked.
-            is_read = any(stage.device for stage in stages[index + 1 : index + 2])
-            locks = self._destination.locks if is_read and self._destination else None
+            # A device reads the last results out of their slots, which are then page-locked.
+            is_read = self._destination is not None and index == len(stages) - 2
+            locks = self._destination.locks if is_read else None
             self._running[index] = ProcessExecutor(stages[index], locks, len(indices))
         for index in indices:
             self._running[index].start()

@@ -155,7 +155,7 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
 _REMEDIES = {
     "source": "Let it yield only keys, and read them in a stage with a higher concurrency.",
     "thread": "Raise its concurrency above {}, or give executor='process' if it computes.",
-    "device": "Send smaller types, such as uint8, and convert them after transfer().",
+    "device": "Send smaller types, such as uint8, and convert them in your loop.",
 }
 
 

@@ -104,9 +104,9 @@ def waits_for_no_event(monkeypatch) -> None:
     """The consumer's stream does not wait for the copy."""
     deliver = Backend.deliver
 
-    def deliver_at_once(self, _, tensors, number):
+    def deliver_at_once(self, _, tensors):
         # Never recorded: there is nothing to wait for.
-        deliver(self, {self.device: self._new_event(self.device)}, tensors, number)
+        deliver(self, {self.device: self._new_event(self.device)}, tensors)
 
     monkeypatch.setattr(Backend, "deliver", deliver_at_once)
 
@@ -114,9 +114,7 @@ def waits_for_no_event(monkeypatch) -> None:
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     deliver = Backend.deliver
-    monkeypatch.setattr(
-        Backend, "deliver", lambda self, events, _, number: deliver(self, events, (), number)
-    )
+    monkeypatch.setattr(Backend, "deliver", lambda self, events, _: deliver(self, events, ()))
 
 
 def keeps_the_rules(monkeypatch) -> None:

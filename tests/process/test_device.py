@@ -108,16 +108,14 @@ def waits_for_no_event(monkeypatch) -> None:
     monkeypatch.setattr(
         Backend,
         "deliver",
-        lambda self, _, *rest: deliver(self, {self.device: torch.Event("late")}, *rest),
+        lambda self, _, tensors: deliver(self, {self.device: torch.Event("late")}, tensors),
     )
 
 
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     deliver = Backend.deliver
-    monkeypatch.setattr(
-        Backend, "deliver", lambda self, events, _, number: deliver(self, events, (), number)
-    )
+    monkeypatch.setattr(Backend, "deliver", lambda self, events, _: deliver(self, events, ()))
 
 
 def keeps_the_rules(monkeypatch) -> None:

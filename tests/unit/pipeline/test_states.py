@@ -8,6 +8,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from shmloader import DataLoader, PipelineBuilder, TooManyFailures
+from shmloader.pipeline.flow import Flow
 from tests.unit.pipeline.support import SOON_S, chain
 
 
@@ -252,10 +253,13 @@ def test_an_item_that_an_interruption_has_lost_was_not_delivered(monkeypatch):
     items = iter(pipeline)
     assert next(items) == 1
 
-    def interrupted(transfer, item):
+    take = Flow.take
+
+    def interrupted(flow, timeout_s):
+        take(flow, timeout_s)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shmloader.pipeline.pipeline.opened", interrupted)
+    monkeypatch.setattr(Flow, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(items)
     monkeypatch.undo()
