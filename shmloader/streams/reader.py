@@ -8,6 +8,7 @@ which batch decides only how fast that is.
 
 import collections
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from shmloader.streams.stages import Item, Run, Stage, State, Step
@@ -88,14 +89,14 @@ class Grouped(Stage):
     def has_next(self) -> bool:
         """Return whether there is a further batch: reads no more of it than that takes."""
         if self._next is None:
-            self._next = self.source.take(self._least)
+            self._next = list(islice(self.source, self._least))
         return len(self._next) >= self._least
 
     def __next__(self) -> Group:
         if not self.has_next():
             raise StopIteration
         items, self._next = self._next or [], None
-        items += self.source.take(self._size - len(items))
+        items += islice(self.source, self._size - len(items))
         self._start = self.source.state()
         return items
 

@@ -56,32 +56,6 @@ class ShardRecords(Stage):
             return key, record
         raise StopIteration
 
-    def take(self, count: int) -> list[Item]:
-        """Return the next items: with one call what is left of a shard, if nothing watches."""
-        if self.run.guard.is_watching:
-            return super().take(count)
-        items: list[Item] = []
-        while len(items) < count:
-            if self._records is None:  # the next record opens a shard
-                item = next(self, None)
-                if item is None:
-                    break
-                items.append(item)
-                continue
-            turn, shard, number = self.run.turn, self._order[self._at], self._number
-            try:
-                for record in itertools.islice(self._records, count - len(items)):
-                    items.append(((turn, shard, number), record))
-                    number += 1
-            except Exception as error:  # noqa: BLE001 - it takes the place of the record
-                self._number = number
-                items.append(self._failed(error))
-                continue
-            self._number = number
-            if len(items) < count:
-                self._go_to(self._at + 1, 0)
-        return items
-
     def _failed(self, error: Exception) -> Item:
         """Return what takes the place of the next record, and go past it."""
         key = self.run.turn, self._order[self._at], self._number

@@ -4,7 +4,7 @@ import abc
 import base64
 import zlib
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class Windowed(Window):
     """Permutes each run of ``count`` records."""
 
     def _make(self) -> tuple[list[Item] | None, State]:
-        return self.source.take(self._count) or None, self._here()
+        return list(islice(self.source, self._count)) or None, self._here()
 
 
 def fewer_records(run: Run) -> ValueError:

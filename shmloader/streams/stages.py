@@ -31,7 +31,6 @@ A reader and its stages belong to one thread.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -134,10 +133,6 @@ class Stage:
     def __next__(self) -> Any:
         return next(self.source)
 
-    def take(self, count: int) -> list[Any]:
-        """Return the next ``count`` items, or all that are left."""
-        return list(islice(self, count))
-
     def state(self) -> State:
         """Return the position of the next item."""
         return self.source.state()
@@ -202,10 +197,6 @@ class Mapped(Stage):
 
     def __next__(self) -> Item:
         return self.apply(next(self.source))
-
-    def take(self, count: int) -> list[Item]:
-        """Return the next items."""
-        return list(map(self.apply, self.source.take(count)))
 
     def again(self, keys: Sequence[Key]) -> list[Item]:
         """Apply the function again."""
