@@ -15,62 +15,22 @@ What is read, from below:
 A batch depends on the stream, the epoch, the reader and its number there, and on nothing else: any
 worker can make it, from any earlier position of that reader. The state of a loader is the position
 of each reader.
-
-The names are imported when somebody asks for them, since loaders import only the core.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from shmloader.streams.cache import ShardCache
-    from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
-    from shmloader.streams.fingerprints import fingerprint
-    from shmloader.streams.formats import Format, as_format
-    from shmloader.streams.hugging_face import from_hf
-    from shmloader.streams.jsonl import JsonlFormat, open_jsonl
-    from shmloader.streams.locks import Lease
-    from shmloader.streams.mix import mix
-    from shmloader.streams.shards import Shards
-    from shmloader.streams.stream import Stream
-    from shmloader.streams.tar import TarFormat, open_tar
+from shmloader.streams.cache import ShardCache
+from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
+from shmloader.streams.fingerprints import fingerprint
+from shmloader.streams.formats import Format, as_format
+from shmloader.streams.hugging_face import from_hf
+from shmloader.streams.jsonl import JsonlFormat, open_jsonl
+from shmloader.streams.locks import Lease
+from shmloader.streams.mix import mix
+from shmloader.streams.shards import Shards
+from shmloader.streams.stream import Stream
+from shmloader.streams.tar import TarFormat, open_tar
 
 __all__ = [
     "ArrowFormat", "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
     "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "mix", "open_arrow",
     "open_jsonl", "open_parquet", "open_tar",
 ]  # fmt: skip
-
-_HOMES = {
-    "ArrowFormat": "columns",
-    "Format": "formats",
-    "JsonlFormat": "jsonl",
-    "Lease": "locks",
-    "ParquetFormat": "columns",
-    "ShardCache": "cache",
-    "Shards": "shards",
-    "Stream": "stream",
-    "TarFormat": "tar",
-    "as_format": "formats",
-    "fingerprint": "fingerprints",
-    "from_hf": "hugging_face",
-    "mix": "mix",
-    "open_arrow": "columns",
-    "open_jsonl": "jsonl",
-    "open_parquet": "columns",
-    "open_tar": "tar",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    """Return the names, whether they are imported already or not."""
-    return sorted({*globals(), *__all__})
