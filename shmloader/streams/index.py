@@ -26,7 +26,7 @@ import numpy as np
 SUFFIX = ".shmidx"
 
 # The version of the format, and how many digits its checksum has.
-_VERSION, _DIGITS = 2, 8
+_VERSION, _DIGITS = 3, 8
 _attempts = itertools.count()
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]

@@ -8,11 +8,10 @@ import io
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from shmloader.grammar import counted
 from shmloader.streams.files import ReadAhead, open_file
 from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
 from shmloader.streams.index import Arrays, arrays_of
@@ -20,9 +19,6 @@ from shmloader.streams.index import Arrays, arrays_of
 # So many bytes are read by one call, if files have fewer than ``_LARGE_BYTES`` on average. Larger
 # ones are read one by one, since copying them out of what was read takes longer than a call.
 _READ_BYTES, _LARGE_BYTES = 1 << 20, 8 << 10
-
-# Its classes of exceptions are not in the types of the standard library.
-_tarfile: Any = tarfile
 
 # A base name, which ends at the first dot of the last part of the path; and an extension.
 _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
@@ -48,24 +44,17 @@ class TarFormat(IndexedFormat):
         """Yield the samples in the order of the archive, from number ``start`` on.
 
         Raises:
-            ShardError: If the archive cannot be read or is damaged, before the first sample. If a
-                sample has two files of one extension, when it is reached.
+            ShardError: If the archive cannot be read or is damaged, or a sample has two files of
+                one extension, before the first sample.
         """
         with reading(path):
             index = _Index(path)
             yield from index.read(range(start, index.count))
 
     def count(self, path: str) -> int:
-        """Return the number of samples, from the index.
-
-        Raises:
-            ShardError: Also if a sample has two files of one extension.
-        """
+        """Return the number of samples, from the index."""
         with reading(path):
-            index = _Index(path)
-            for number, name in index.twice.items():
-                raise unreadable(path, f"it has two files {name}", number)
-            return index.count
+            return _Index(path).count
 
     def _at(self, path: str, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         index = _Index(path)
@@ -78,7 +67,6 @@ class _Index:
 
     Attributes:
         count: Number of samples.
-        twice: Numbers of the samples with two files of one extension, and the name of one of these.
 
     Args:
         path: The archive.
@@ -88,12 +76,10 @@ class _Index:
         arrays = arrays_of(path, "tar", _make)
         self._path, self._arrays, self.count = path, arrays, len(arrays["firsts"]) - 1
         self._keys, self._names = _split(arrays["keys"]), _split(arrays["names"])
-        twice, names = arrays["twice"].tolist(), _split(arrays["twice_names"])
-        self.twice: dict[int, str] = dict(zip(twice, names, strict=False))
 
     def read(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Yield the samples of ascending numbers."""
-        keys, names, twice = self._keys, self._names, self.twice
+        keys, names = self._keys, self._names
         firsts, name_ids, offsets, sizes = (
             self._arrays[name].tolist() for name in ("firsts", "name_ids", "offsets", "sizes")
         )
@@ -102,8 +88,6 @@ class _Index:
         with open_file(self._path, buffer) as file:
             seek, read, reach = file.seek, file.read, ReadAhead(file, self._path).reach
             for number in numbers:
-                if number in twice:
-                    raise unreadable(self._path, f"it has two files {twice[number]}", number)
                 sample: dict[str, Any] = {"__key__": keys[number]}
                 reach(offsets[firsts[number]])
                 for at in range(firsts[number], firsts[number + 1]):
@@ -115,30 +99,6 @@ class _Index:
                 yield sample
 
 
-class _Member(tarfile.TarInfo):
-    """A header, of which ``tarfile`` otherwise takes a damaged one for the end of the archive."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
-        """Return the next header.
-
-        Raises:
-            EOFHeaderError: At the end of the archive.
-            ValueError: If there is no header, and no end.
-        """
-        try:
-            return super().fromtarfile(tarfile_)
-        except _tarfile.EOFHeaderError:
-            raise
-        except _tarfile.EmptyHeaderError:
-            if not tarfile_.offset:  # an empty file is an archive without a file
-                raise _tarfile.EOFHeaderError from None
-            raise ValueError("it ends without a block of zeros, so it was cut") from None
-        except (tarfile.HeaderError, ValueError) as error:
-            text = f"at byte {tarfile_.offset} is no header of a tar archive"
-            raise ValueError(text) from error
-
-
 def _make(path: str) -> Arrays:
     """Return the arrays of the index of an archive.
 
@@ -148,17 +108,16 @@ def _make(path: str) -> Arrays:
     keys, firsts = list[str](), list[int]()
     offsets, sizes, name_ids = list[int](), list[int](), list[int]()
     names = dict[str, int]()  # each extension, and its number
-    twice = dict[int, str]()
     name = ""
     with open_file(path) as file:
         ahead = ReadAhead(file, path)
         try:
-            archive = _tarfile.TarFile(fileobj=file, tarinfo=_Member, encoding="utf-8")
+            archive: Any = tarfile.TarFile(fileobj=file, encoding="utf-8")
             while (member := archive.next()) is not None:
                 archive.members.clear()
                 name = member.name
                 if member.issparse():
-                    raise ValueError(f"{name} is a sparse file; pack it without --sparse")
+                    raise ValueError("which is sparse: pack it without --sparse")
                 ahead.reach(member.offset_data)
                 parts = _NAME.fullmatch(name)
                 if not member.isreg() or parts is None or _META.match(name):
@@ -169,24 +128,24 @@ def _make(path: str) -> Arrays:
                     firsts.append(len(offsets))
                 number = names.setdefault(extension, len(names))
                 if number in name_ids[firsts[-1] :]:
-                    twice.setdefault(len(keys) - 1, name)
+                    raise ValueError("there is another file of its name")
                 name_ids.append(number)
                 offsets.append(member.offset_data)
                 sizes.append(member.size)
-        except (tarfile.ReadError, ValueError) as error:
-            is_cut = isinstance(error, tarfile.ReadError)
-            problem = f"it ends in the middle of the file {name}" if is_cut else error
-            whole = counted(max(0, len(keys) - is_cut), "sample")
-            raise unreadable(path, f"after {whole}, {problem}") from error
+            # The end for tarfile is also a header that is damaged, or is not there.
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise ValueError("neither a file nor a block of zeros follows")
+        except (tarfile.TarError, ValueError) as error:
+            place = f"at the file {name}" if name else "at its beginning"
+            raise unreadable(path, f"{place}, {error}") from error
     return {
         "firsts": np.array([*firsts, len(offsets)], np.int64),
         "offsets": np.array(offsets, np.int64),
         "sizes": np.array(sizes, np.int64),
-        "twice": np.array(list(twice), np.int64),
         "name_ids": np.array(name_ids, np.int32),
         "keys": _joined(keys),
         "names": _joined(list(names)),
-        "twice_names": _joined(list(twice.values())),
     }
 
 

@@ -43,14 +43,6 @@ def test_a_bad_line_is_left_out_and_the_rest_of_its_shard_is_read(tmp_path):
     assert [each.index for each in failures] == [f"record {n} of shard {paths[0]}" for n in (2, 4)]
 
 
-def test_a_sample_with_two_files_of_one_name_is_left_out(tmp_path):
-    path = str(tmp_path / "a.tar")
-    write(path, tar_bytes([("a.cls", b"1"), ("b.cls", b"2"), ("b.cls", b"3"), ("c.cls", b"4")]))
-    found, failures = load([path], open_tar, on_error="skip")
-    assert [record["__key__"] for record in found] == ["a", "c"]
-    assert [each.index for each in failures] == [f"record 1 of shard {path}"]
-
-
 def test_a_tar_shard_that_was_cut_between_two_files_is_left_out(tmp_path):
     paths = [str(tmp_path / name) for name in ("a.tar", "b.tar")]
     for path, size in zip(paths, (2 * 1024, None), strict=True):
@@ -58,7 +50,7 @@ def test_a_tar_shard_that_was_cut_between_two_files_is_left_out(tmp_path):
     found, failures = load(paths, open_tar, on_error="skip")
     assert [record["__key__"] for record in found] == ["a", "b"]
     assert [each.index for each in failures] == [f"record 0 of shard {paths[0]}"]
-    with pytest.raises(ShardError, match="after 2 samples, it ends without a block of zeros"):
+    with pytest.raises(ShardError, match="neither a file nor a block of zeros"):
         load(paths, open_tar)
 
 
@@ -131,5 +123,5 @@ def test_a_broken_and_a_missing_shard_are_left_out(tmp_path):
         ("x", b"a.tar"), ("y", b"22222"), ("x", b"c.tar"), ("y", b"22222"),
     ]  # fmt: skip
     assert failures.total == 2
-    with pytest.raises(ShardError, match=f"shard {paths[1]} cannot be read: after 1 sample"):
+    with pytest.raises(ShardError, match=f"shard {paths[1]} cannot be read: at the file"):
         load(paths, open_tar)
