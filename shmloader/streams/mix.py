@@ -9,9 +9,8 @@ from numbers import Real
 from typing import Any, Literal
 
 from shmloader.sampling.arguments import choice, whole_number
-from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.mixed import Mixed, Phase
-from shmloader.streams.stages import Repeated, Run, Stage, share_of
+from shmloader.streams.stages import Length, Repeated, Run, Stage, share_of, token_count
 from shmloader.streams.stream import Stream
 
 #: A weight for each stream.
@@ -48,7 +47,8 @@ def mix(
             the mix are counted across its readers in turns, as :meth:`Stream.take` does, from 0 in
             each epoch. A stream that is left out is not drawn then.
         length: Returns the number of tokens of a record. By default, that is the length of the
-            record, or of its field "input_ids" or "tokens". A record without tokens counts as one.
+            record, or of its field "input_ids" if it is a dict. A record without tokens counts as
+            one.
 
     Raises:
         TypeError: If something is no stream, or makes batches, or a weight is no number.
@@ -78,7 +78,7 @@ def mix(
         if unknown:
             raise ValueError(f"schedule[{first}] has {unknown[0]!r}, which weights do not have")
         phases.append((first, _shares([later.get(stream, 0) for stream in streams])))
-    of_record = functools.partial(length_of, length=length) if by == "tokens" else None
+    of_record = (length or token_count) if by == "tokens" else None
     return Stream(MixRoot(streams, phases, of_record, stop))
 
 
@@ -153,10 +153,10 @@ class MixRoot:
             each = replace(run, source=(*run.source, number))
             sources.append(stream.stage(each))
             if end is not None:
-                sources[-1] = Repeated(sources[-1], each, stream.stage, None)
+                sources[-1] = Repeated(sources[-1], each, stream.stage)
         return Mixed(run, sources, own, self.length, self.stop == "first", end)
 
-    def counts(self, epoch: int, turn: int) -> list[int]:
+    def counts(self, epoch: int) -> list[int]:
         """Return how many records each reader has; see :class:`shmloader.streams.stream.Root`."""
         if isinstance(self.stop, int):
             return [share_of(self.stop, each, self.readers) for each in range(self.readers)]
@@ -165,7 +165,7 @@ class MixRoot:
                 "the number of batches of a mix is known only with stop='all' and no schedule, or "
                 "with a number for stop"
             )
-        counts = [stream.record_counts(epoch, turn) for stream in self.streams]
+        counts = [stream.record_counts(epoch) for stream in self.streams]
         return list(map(sum, zip(*counts, strict=True)))
 
     def facts(self) -> str:

@@ -11,8 +11,7 @@ begins as if some records had been drawn before, a different number of them.
 from collections.abc import Sequence
 from typing import Any
 
-from shmloader.streams.lengths import Length
-from shmloader.streams.stages import Item, Key, Run, Stage, State, generator
+from shmloader.streams.stages import Item, Key, Length, Run, Stage, State, generator
 
 #: Weights as whole numbers, from a number of records on.
 Phase = tuple[int, tuple[int, ...]]
@@ -114,7 +113,7 @@ class Mixed(Stage):
 
     def _measured(self, record: Any) -> tuple[Any, int]:
         assert self._length is not None
-        return record, max(1, self._length(record))
+        return record, max(1, int(self._length(record)))
 
     def state(self) -> State:
         """Return what was drawn, and the states of the sources."""

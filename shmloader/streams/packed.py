@@ -11,10 +11,9 @@ import numpy as np
 
 from shmloader.sampling.packing import Numbers, Packing, best_fit_decreasing
 from shmloader.sampling.pieces import cut_sequences
-from shmloader.streams.lengths import Length
 from shmloader.streams.reader import Group
 from shmloader.streams.shuffles import Window, fewer_records
-from shmloader.streams.stages import Item, Run, Stage, State
+from shmloader.streams.stages import Item, Length, Run, Stage, State
 
 # So many records are left to the next window, one by one, if best-fit needs a pack too many.
 _TRIES = 8
@@ -111,7 +110,7 @@ class Packed(Window):
 
     def _fitted(self, record: Any) -> tuple[Any, int]:
         """Return a record, which may be cut, and its length; 0 to leave it out."""
-        length, most = self._length(record), self._max_tokens
+        length, most = int(self._length(record)), self._max_tokens
         if length <= most:
             return record, max(1, length)
         if self._too_long == "drop":

@@ -137,13 +137,13 @@ class ShardRoot:
         count = len(self.paths)
         return _shuffled(count, self.seed, epoch) if self.is_shuffled else range(count)
 
-    def counts(self, epoch: int, turn: int) -> list[int]:
-        """Return how many records each reader has in a pass of an epoch.
+    def counts(self, epoch: int) -> list[int]:
+        """Return how many records each reader has in an epoch.
 
         Raises:
             TypeError: If that is not known before they are read.
         """
-        counts = [self._shard_counts[each] for each in self._order(epoch + turn)]
+        counts = [self._shard_counts[each] for each in self._order(epoch)]
         return [sum(counts[reader :: self.readers]) for reader in range(self.readers)]
 
     @cached_property

@@ -29,7 +29,7 @@ A reader and its stages belong to one thread.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +44,9 @@ Item = tuple[Key, Any]
 
 #: The position of a stage; ints, texts, and nested tuples of these.
 State = tuple[Any, ...]
+
+#: Returns the number of tokens of a record.
+Length = Callable[[Any], int]
 
 
 class Failed:
@@ -280,16 +283,12 @@ class Repeated(Stage):
     Args:
         source: The stages below, in their first pass.
         run: The reader.
-        begin: Makes the stages below for a pass.
-        times: How many passes there are; None for no end, but for a pass without any record.
+        begin: Makes the stages below for a pass. A pass without any record is the last one.
     """
 
-    def __init__(
-        self, source: Stage, run: Run, begin: Callable[[Run], Stage], times: int | None
-    ) -> None:
+    def __init__(self, source: Stage, run: Run, begin: Callable[[Run], Stage]) -> None:
         super().__init__(source, run)
-        self._begin, self._times = begin, times
-        self._turn, self._is_empty = 0, True
+        self._begin, self._turn, self._is_empty = begin, 0, True
         if run.turn:  # the first pass has another number
             self._go_to(0)
 
@@ -298,7 +297,7 @@ class Repeated(Stage):
             try:
                 item: Item = next(self.source)
             except StopIteration:
-                if self._turn + 1 == self._times or (self._times is None and self._is_empty):
+                if self._is_empty:
                     raise
                 self._go_to(self._turn + 1)
             else:
@@ -307,9 +306,7 @@ class Repeated(Stage):
 
     def _go_to(self, turn: int) -> None:
         self._turn, self._is_empty = turn, True
-        # Passes within passes have numbers of their own.
-        turn += self.run.turn * (self._times or 1)
-        self.source = self._begin(replace(self.run, turn=turn))
+        self.source = self._begin(replace(self.run, turn=self.run.turn + turn))
 
     def state(self) -> State:
         """Return the pass, whether it had no record so far, and the state below."""
@@ -321,6 +318,11 @@ class Repeated(Stage):
         self._go_to(turn)
         self._is_empty = bool(is_empty)
         self.source.restore(below)
+
+
+def token_count(record: Any) -> int:
+    """Return the length of a record, or of the "input_ids" of a dict."""
+    return len(record["input_ids"] if isinstance(record, Mapping) else record)
 
 
 def generator(*numbers: int) -> np.random.Generator:

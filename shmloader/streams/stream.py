@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import choice, flag, whole_number
-from shmloader.streams.lengths import Length, length_of
 from shmloader.streams.packed import Packed
 from shmloader.streams.reader import Grouped, Reader
 from shmloader.streams.shuffles import Rolling, Windowed
@@ -21,6 +20,7 @@ from shmloader.streams.stages import (
     Failed,
     Filtered,
     Guard,
+    Length,
     Mapped,
     Repeated,
     Run,
@@ -28,6 +28,7 @@ from shmloader.streams.stages import (
     Step,
     Taken,
     share_of,
+    token_count,
 )
 
 # Stages that do not look at the records, so that functions can be applied later.
@@ -59,8 +60,8 @@ class Root(Protocol):
     def begin(self, run: Run) -> Stage:
         """Return the lowest stage of a reader."""
 
-    def counts(self, epoch: int, turn: int) -> list[int]:
-        """Return how many records each reader has in a pass of an epoch.
+    def counts(self, epoch: int) -> list[int]:
+        """Return how many records each reader has in an epoch.
 
         Raises:
             TypeError: If that is not known before they are read.
@@ -133,17 +134,12 @@ class Stream(IterableDataset[Any]):
         name, kind = ("rolling_shuffle", Rolling) if rolling else ("shuffle", Windowed)
         return self._then(name, kind, count, self.root.seed)
 
-    def repeat(self, times: int | None = None) -> Self:
-        """Begin the shards again after their end, in the order of a further epoch.
+    def repeat(self) -> Self:
+        """Begin the shards again after their end, in the order of a further epoch, without end.
 
-        Args:
-            times: How many passes there are. None for no end; a reader ends then only after a pass
-                without any record.
+        A reader ends only after a pass without any record.
         """
-        if times is not None:
-            times = whole_number(times, "times", minimum=1)
-        begin = functools.partial(_begin, self.root, self._steps)
-        return self._then("repeat", Repeated, begin, times)
+        return self._then("repeat", Repeated, functools.partial(_begin, self.root, self._steps))
 
     def take(self, count: int) -> Self:
         """Keep the first records of the stream, counted across its readers in turns.
@@ -195,7 +191,7 @@ class Stream(IterableDataset[Any]):
         Args:
             max_tokens: The most that the lengths of a batch's records add up to.
             length: Returns the number of tokens of a record. By default, that is the length of the
-                record, or of its field "input_ids" or "tokens".
+                record, or of its field "input_ids" if it is a dict.
             window: How many records each reader reads to choose from; more if they do not fill a
                 pack.
             too_long: What happens to a record of more tokens. "raise" raises an error in place of
@@ -217,7 +213,7 @@ class Stream(IterableDataset[Any]):
             whole_number(window, "window", minimum=1),
             self.root.seed,
             whole_number(max_tokens, "max_tokens", minimum=1),
-            functools.partial(length_of, length=length),
+            length or token_count,
             too_long,
         )
 
@@ -274,13 +270,13 @@ class Stream(IterableDataset[Any]):
                 break
         return Reader(functools.partial(_begin, self.root, (*steps, group)), late, run)
 
-    def record_counts(self, epoch: int, turn: int = 0) -> list[int]:
-        """Return how many records each reader yields in a pass of an epoch, with failed ones.
+    def record_counts(self, epoch: int) -> list[int]:
+        """Return how many records each reader yields in an epoch, with failed ones.
 
         Raises:
             TypeError: If that is known only once they have been read.
         """
-        return _counts(self.root, self._steps, epoch, turn)
+        return _counts(self.root, self._steps, epoch)
 
     def batch_counts(self, epoch: int) -> list[int]:
         """Return how many batches each reader makes in an epoch; records without batches.
@@ -346,20 +342,16 @@ def _begin(root: Root, steps: Sequence[Step], run: Run) -> Any:
     return functools.reduce(lambda stage, step: step.over(stage, run), steps, root.begin(run))
 
 
-def _counts(root: Root, steps: Sequence[Step], epoch: int, turn: int) -> list[int]:
+def _counts(root: Root, steps: Sequence[Step], epoch: int) -> list[int]:
     """Return how many records each reader yields after these steps."""
     if not steps:
-        return root.counts(epoch, turn)
+        return root.counts(epoch)
     *below, (_, _, kind, arguments) = steps
     if kind is Filtered:
         raise TypeError("the number of records that filter() keeps is known only afterwards")
     if kind is Repeated:
-        _, times = arguments
-        if times is None:
-            raise TypeError("a stream that is repeated without end has no length")
-        passes = [_counts(root, below, epoch, turn * times + each) for each in range(times)]
-        return list(map(sum, zip(*passes, strict=True)))
-    counts = _counts(root, below, epoch, turn)
+        raise TypeError("a stream that is repeated has no length")
+    counts = _counts(root, below, epoch)
     if kind is not Taken:
         return counts
     first, end = arguments

@@ -105,9 +105,9 @@ def test_another_list_of_shards_is_refused_at_once(files, change, steps):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda stream: stream.repeat(2),
+        lambda stream: stream.repeat().take(240),
         lambda stream: mix({stream: 1}, stop=400),
-        lambda stream: mix({stream.repeat(2): 1}, stop="all"),
+        lambda stream: mix({stream.repeat().take(240): 1}, stop="all"),
     ],
     ids=["repeat", "number", "mix"],
 )

@@ -34,7 +34,7 @@ EACH: dict[str, Callable[[], Stream]] = {
     "rolling": lambda: source().shuffle(7, rolling=True).batch(3),
     "take": lambda: source().take(40).batch(3),
     "skip": lambda: source().skip(6).batch(3),
-    "repeat": lambda: source().shuffle(5).repeat(3).batch(3),
+    "repeat": lambda: source().shuffle(5).repeat().take(150).batch(3),
     "filter": lambda: source().filter(is_wanted).shuffle(4).batch(3),
     "pack": lambda: source().pack(14, window=6, collate=list),
     "mix": lambda: mix({source(): 2, source("b"): 1}, stop="all").shuffle(5).batch(3),

