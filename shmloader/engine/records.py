@@ -148,8 +148,7 @@ class WorkerTable(list[Worker]):
     """All workers of an engine by number, and how many of them are wanted.
 
     Attributes:
-        wanted_count: How many workers should be present. These are the first ones by number, so
-            that the ranks of a host, each of which has a table, agree on them.
+        wanted_count: How many workers should be present. These are the first ones by number.
 
     Args:
         worker_count: The most workers there may be.

@@ -136,7 +136,6 @@ class Scheduler:
             Not with a queue.
         present: How many workers run at first; None for all. Without a queue, another one is
             started for the first ticket that it is assigned.
-        sharers: How many engines share the workers. Each has tickets for its share of them.
         tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
             window, however many workers are present.
     """
@@ -156,7 +155,6 @@ class Scheduler:
         has_slots: bool = True,
         has_routes: bool = False,
         present: int | None = None,
-        sharers: int = 1,
         tickets_each: int = 0,
     ) -> None:
         self.epoch = 0
@@ -183,7 +181,7 @@ class Scheduler:
         self._unreported: Worker | None = None
         # How many tickets are to be drawn in addition to those that replace delivered ones.
         self._wanted_tickets = 0
-        self._sharers, self._tickets_each = sharers, tickets_each
+        self._tickets_each = tickets_each
         self.tickets_asked = self._tickets_for(self.workers.wanted_count)
 
     def offer(self, indices: Any, now_ns: int = 0) -> Ticket | None:
@@ -418,7 +416,7 @@ class Scheduler:
         """Return how many tickets this engine should have while so many workers are present."""
         if worker_count == len(self.workers) or not self._tickets_each:
             return self._window
-        return min(self._window, -(-worker_count // self._sharers) * self._tickets_each)
+        return min(self._window, worker_count * self._tickets_each)
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
         """Return a worker's unanswered tickets in order, without dropped ones."""

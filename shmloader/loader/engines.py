@@ -50,7 +50,6 @@ class Workers:
 
     engine: Engine
     pool: Any
-    adapter: Any
     _arrays: Arrays | None = None
 
     def __init__(
@@ -66,7 +65,7 @@ class Workers:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        self._config, self._parts, self.adapter = config, parts, parts.adapter
+        self._config, self._parts = config, parts
         self._base_seed, self._checkpoints = base_seed, checkpoints
         stage, locker = _make_stage(config, parts, *pin)
         if config.kind == "threads":
@@ -163,19 +162,11 @@ class Workers:
                 pool_of_host = parts.host_pool = host_pool.open_host_pool(
                     config.dataset,
                     config.worker_init_fn,
-                    config.most_workers,
+                    config.num_workers,
                     base_seed,
-                    self.adapter,
                     rank=config.rank,
                     is_alone=config.host_ranks == 1,
                 )
-                if self.adapter is not None:
-                    # The rank that began the pool decides the maximum; the pool adapts the number.
-                    self.adapter = host_pool.SharedAdapter(pool_of_host)
-                    most = pool_of_host.worker_count
-                    config = self._config = config.replace(
-                        num_workers=self.adapter.count, most_workers=most
-                    )
             tasks = _make_tasks(config)
             stack.callback(tasks.close)
             if is_shared:
@@ -199,7 +190,6 @@ class Workers:
                 window=config.most_window,
                 lend_limit=config.lend_limit,
                 present=count,
-                sharers=config.host_ranks,
                 tickets_each=config.prefetch_factor,
             )
             self.engine.counts.share_bytes = config.slot_bytes or 0

@@ -168,7 +168,7 @@ class BatchIterator(_BaseDataLoaderIter):
             pin=(self._pin_memory, self._pin_memory_device),
         )
         self._engine, self._source, self._pool = opened.engine, opened.source, opened.pool
-        self._adapter, self._loader = opened.adapter, weakref.ref(loader)
+        self._adapter, self._loader = parts.adapter, weakref.ref(loader)
         if not opened.is_on_device:
             _, self._transform = make_step(config)
         self._end_with_iterator(opened.end)

@@ -297,13 +297,7 @@ def read_options(loader: Any) -> dict[str, Any]:
         for name in values:
             OPTIONS[name].check_needs(loader)
     if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
-        _SCOPE.check_needs(loader)
-        if loader._saves_dataset:
-            raise ValueError(
-                "a dataset with state_dict() cannot be combined with worker_scope='host', whose "
-                "workers load for several ranks. snapshot_every_n_steps=0 leaves the dataset out "
-                "of the loader's state."
-            )
+        _check_host(loader)
     if isinstance(loader.num_workers, AutoCount):
         _AUTO.check_needs(loader)
     if sharing.devices is not None:
@@ -320,6 +314,21 @@ def read_options(loader: Any) -> dict[str, Any]:
     if values or Stream in type(loader.dataset).__mro__:
         _check_pairs(loader, values)
     return values
+
+
+def _check_host(loader: Any) -> None:
+    """Check the arguments of a loader whose workers all ranks of a host share."""
+    _SCOPE.check_needs(loader)
+    if isinstance(loader.num_workers, AutoCount):
+        raise ValueError(
+            "num_workers='auto' cannot be combined with worker_scope='host': give a number."
+        )
+    if loader._saves_dataset:
+        raise ValueError(
+            "a dataset with state_dict() cannot be combined with worker_scope='host', whose "
+            "workers load for several ranks. snapshot_every_n_steps=0 leaves the dataset out "
+            "of the loader's state."
+        )
 
 
 def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         **Workers**
 
         num_workers: Number of worker processes; 0 loads in this process; "auto" as for
-            :class:`DataLoader`.
+            :class:`DataLoader`, with ``worker_scope="rank"`` only.
         thread_pool: Whether workers are threads.
         worker_scope: "rank" (the default) if this loader has its own workers. "host" if all ranks
             of a host share one pool of workers: ``num_workers`` is then the number of workers of

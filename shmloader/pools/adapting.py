@@ -1,22 +1,16 @@
 """Decides how many workers there should be (``num_workers="auto"``). Pure.
 
 In each period it may try one worker more or one fewer. An additional worker stays if batches come
-faster. A removed worker stays away if no consumer then waits much. After a trial that did not help,
-it pauses for twice as many periods as after the previous failed trial.
-
-The workers of a loader have one consumer. Workers that the ranks of a host share have one for each
-rank. The one that waits most decides, since ranks that train together all go at the pace of the
-slowest.
+faster. A removed worker stays away if the consumer then does not wait much. After a trial that did
+not help, it pauses for twice as many periods as after the previous failed trial.
 """
-
-from collections.abc import Hashable
 
 # A period lasts at least this long, and has at least this many batches for each worker.
 PERIOD_NS = 500_000_000
 _BATCHES_EACH = 4
-# If a consumer waits for more than this share of its time, another worker may help.
+# If the consumer waits for more than this share of its time, another worker may help.
 _WAITS = 0.1
-# If none waits for more than this share, a worker can go if the others can do its work.
+# If it waits for no more than this share, a worker can go if the others can do its work.
 _NEVER_WAITS = 0.02
 # The others can do it if all the work would keep them busy for less than this share of their time.
 _BUSY = 0.7
@@ -35,7 +29,7 @@ class AutoCount(int):
 
 
 class Adapter:
-    """Chooses the worker count, at most ``most``, from the times that the consumers see.
+    """Chooses the worker count, at most ``most``, from the times that the consumer sees.
 
     Attributes:
         count: How many workers there should be.
@@ -52,26 +46,21 @@ class Adapter:
         """Begin an epoch. Its first period, in which workers start, does not count."""
         self._is_settling = True
         self._start_ns: int | None = None
-        self._batches = self._busy_ns = 0
-        self._wait_ns: dict[Hashable, int] = {}
+        self._batches = self._busy_ns = self._wait_ns = 0
 
-    def count_batch(
-        self, now_ns: int, wait_ns: int, busy_ns: int, batches: int = 1, consumer: Hashable = None
-    ) -> int:
-        """Count what a consumer has received. Returns the worker count from now on.
+    def count_batch(self, now_ns: int, wait_ns: int, busy_ns: int) -> int:
+        """Count a batch that the consumer has received. Returns the worker count from now on.
 
         Args:
             now_ns: The present time by ``time.monotonic_ns()``.
-            wait_ns: How long the consumer waited for the batches.
-            busy_ns: How long workers were busy with the batches.
-            batches: The number of batches.
-            consumer: Tells several consumers apart.
+            wait_ns: How long the consumer waited for the batch.
+            busy_ns: How long a worker was busy with the batch.
         """
         if self._start_ns is None:
             self._start_ns = now_ns
             return self.count
-        self._batches += batches
-        self._wait_ns[consumer] = self._wait_ns.get(consumer, 0) + wait_ns
+        self._batches += 1
+        self._wait_ns += wait_ns
         self._busy_ns += busy_ns
         elapsed_ns = now_ns - self._start_ns
         if elapsed_ns >= PERIOD_NS and self._batches >= _BATCHES_EACH * self.count:
@@ -80,13 +69,12 @@ class Adapter:
             else:
                 self._decide(elapsed_ns)
             self._start_ns = now_ns
-            self._batches = self._busy_ns = 0
-            self._wait_ns.clear()
+            self._batches = self._busy_ns = self._wait_ns = 0
         return self.count
 
     def _decide(self, elapsed_ns: int) -> None:
         before, rate = self.count, self._batches / elapsed_ns
-        wait_share = max(self._wait_ns.values()) / elapsed_ns
+        wait_share = self._wait_ns / elapsed_ns
         busy_workers = self._busy_ns / elapsed_ns
         trial, self._trial = self._trial, None
         count_then, rate_then = trial or (0, 0.0)

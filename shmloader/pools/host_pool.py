@@ -16,7 +16,6 @@ worker's process, so it sees a worker's death as that of a worker of its own.
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +24,13 @@ from shmloader.batch.content_hash import digests_of
 from shmloader.batch.payload import Payload
 from shmloader.errors import WorkerDiedError
 from shmloader.host import Meeting
-from shmloader.pools.adapting import Adapter
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.nursery import Nursery, start_nursery
-from shmloader.pools.nursery_process import Demand, Facts, HostStart
+from shmloader.pools.nursery_process import Facts, HostStart
 from shmloader.pools.starting import pickle_for_workers, remedied
 from shmloader.pools.status_page import StatusPage
 from shmloader.process_state import PROCESS
-
-#: How often an iterator reports how long it waits. A decision takes reports of half a second.
-REPORT_NS = 100_000_000
 
 
 @dataclass(eq=False)
@@ -45,7 +40,7 @@ class HostPool:
     Attributes:
         nursery: The process that owns the workers.
         number: Tells the pools of a run apart, and is the same in all ranks.
-        worker_count: The most workers of the host.
+        worker_count: The number of workers of the host.
         name: The name at which the ranks meet.
         objects: Dataset and ``worker_init_fn``, which are kept alive.
     """
@@ -62,7 +57,6 @@ def open_host_pool(
     worker_init_fn: Callable[[int], None] | None,
     worker_count: int,
     base_seed: int,
-    adapter: Adapter | None = None,
     *,
     rank: int = 0,
     is_alone: bool = False,
@@ -72,11 +66,8 @@ def open_host_pool(
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
         worker_init_fn: Called in each worker with the worker's number.
-        worker_count: The most workers of the host. Of automatic numbers, that of the rank that
-            begins the pool counts.
+        worker_count: The number of workers of the host.
         base_seed: Seeds the workers' random generators, if this rank starts the nursery.
-        adapter: Decides how many workers there are, if this rank starts the nursery; None if their
-            number is fixed.
         rank: Number of this rank.
         is_alone: Whether this host has no other rank.
 
@@ -84,8 +75,7 @@ def open_host_pool(
         ValueError: If another rank has begun the pool with other arguments or another dataset.
         Exception: What pickling the dataset or starting a process raises.
     """
-    number_of_workers = worker_count if adapter is None else "auto"
-    key = (id(dataset), id(worker_init_fn), number_of_workers)
+    key = (id(dataset), id(worker_init_fn), worker_count)
     old: HostPool | None = PROCESS.host_pools.get(key)
     if old is not None and old.nursery.is_alive:
         return old
@@ -96,19 +86,19 @@ def open_host_pool(
     facts = Facts(
         worker_count=worker_count,
         rank=f"rank {rank} (process {os.getpid()})",
-        common=(("num_workers", number_of_workers), *digests),
+        common=(("num_workers", worker_count), *digests),
     )
     objects = (dataset, worker_init_fn)
     while True:
         meeting = Meeting(f"workers {number}", rank, is_alone=is_alone)
-        about = meeting, objects, base_seed, facts, adapter
+        about = meeting, objects, base_seed, facts
         nursery = _start(*about) if meeting.is_host else Nursery(meeting.detach())
         # If the rank that should have started the nursery has failed with an error, this one tries.
         with contextlib.suppress(ConnectionError):
             found = nursery.await_facts()
             break
     _check(facts, found)
-    pool = HostPool(nursery, number, found.worker_count, meeting.name, objects)
+    pool = HostPool(nursery, number, worker_count, meeting.name, objects)
     PROCESS.host_pools[key] = pool
     if old is None and not is_alone:
         PROCESS.pools_on_host = number + 1
@@ -217,33 +207,3 @@ class SharedWorkers:
         if self.page is not None:
             self.page.close()
         self._pool = self.nursery = None
-
-
-class SharedAdapter:
-    """Has the nursery choose the worker count, from what the iterators of all ranks report.
-
-    Has the methods of :class:`~shmloader.pools.adapting.Adapter`.
-    """
-
-    _demand, _reported_ns = Demand(), 0
-
-    def __init__(self, pool: HostPool) -> None:
-        self._nursery = pool.nursery
-        self.count = self._nursery.wanted() or pool.worker_count
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self._report(Demand(), time.monotonic_ns())
-
-    def _report(self, demand: Demand, now_ns: int) -> None:
-        self._nursery.tell(demand)
-        self._reported_ns, self._demand = now_ns, Demand()
-
-    def count_batch(self, now_ns: int, wait_ns: int, busy_ns: int) -> int:
-        """Count a batch that the rank has received. Returns the worker count from now on."""
-        batches, waited_ns, worked_ns = self._demand
-        self._demand = Demand(batches + 1, waited_ns + wait_ns, worked_ns + busy_ns)
-        if now_ns - self._reported_ns >= REPORT_NS:
-            self._report(self._demand, now_ns)
-        self.count = self._nursery.wanted() or self.count
-        return self.count

@@ -50,7 +50,7 @@ from shmloader.errors import WorkerDiedError
 from shmloader.interruptions import SIGNAL_S, Suppressed, uninterruptible
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import Descriptors, is_readable, name_of, sigint_blocked
-from shmloader.pools.nursery_process import Demand, Facts, HostStart, Report, serve
+from shmloader.pools.nursery_process import Facts, HostStart, Report, serve
 from shmloader.process_state import PROCESS
 
 # How long the nursery may take to report the exit code of a worker that has ended, and how long it
@@ -118,7 +118,6 @@ class Nursery:
 
     _facts: Facts | None = None
     _forked: tuple[Report, Descriptors] | None = None
-    _wanted_count: int | None = None
 
     def __init__(
         self, channel: socket.socket, process: Any = None, *, is_own: bool = False
@@ -200,18 +199,6 @@ class Nursery:
             raise OSError(number, os.strerror(number))
         return pid, found
 
-    def tell(self, demand: Demand) -> None:
-        """Send a rank's report, unless there are too many unread ones."""
-        with self._lock, Suppressed(OSError):
-            self._channel.send(pickle.dumps(demand), socket.MSG_DONTWAIT)
-
-    def wanted(self) -> int | None:
-        """Return how many workers ranks should use; None if their number is fixed."""
-        with self._lock, Suppressed(ConnectionError):
-            while self._receive(0):
-                pass
-        return self._wanted_count
-
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a worker that has ended; None if it is not reported in time."""
         deadline = time.monotonic() + _REPORT_S
@@ -238,8 +225,6 @@ class Nursery:
             self.pid, self._facts = report.pid, report.value
         elif report.kind == "forked":
             self._forked = report, received
-        elif report.kind == "wanted":
-            self._wanted_count = report.value
         else:
             self._codes[report.pid] = report.value
         return True

@@ -1,7 +1,6 @@
 """What runs in the nursery (:mod:`shmloader.pools.nursery`): forks workers and reports their ends.
 
-A worker of a host's ranks that has died is forked again when a rank asks for it. With
-``num_workers="auto"`` one that is not wanted ends when no iterator of any rank uses it.
+A worker of a host's ranks that has died is forked again when a rank asks for it.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple, NoReturn
 from shmloader.batch.payload import receive_payload
 from shmloader.host import Roll
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.adapting import Adapter
 from shmloader.pools.forking import (
     Descriptors,
     ParentDeathPipe,
@@ -56,28 +54,15 @@ class Report(NamedTuple):
 
     Attributes:
         kind: "ready": everything is imported. "forked": a worker runs; a descriptor of its process
-            comes with the message. "ended": a worker has ended. "wanted": how many workers ranks
-            should use. "left": the nursery goes on without this client.
+            comes with the message. "ended": a worker has ended. "left": the nursery goes on
+            without this client.
         pid: The worker, or the nursery; 0 if no worker could be forked.
-        value: :class:`Facts`, the number of the error, the exit code if that is known, or the
-            number of workers.
+        value: :class:`Facts`, the number of the error, or the exit code if that is known.
     """
 
     kind: str
     pid: int = 0
     value: Any = 0
-
-
-class Demand(NamedTuple):
-    """Rank → nursery, with an automatic number: the batches since an iterator's last report.
-
-    How long the rank waited for them, and how long workers were busy with them. The number of
-    batches is 0 at the beginning of an epoch.
-    """
-
-    batches: int = 0
-    wait_ns: int = 0
-    busy_ns: int = 0
 
 
 @dataclass
@@ -90,7 +75,6 @@ class HostStart:
         payload: What the workers get: (dataset, worker_init_fn).
         base_seed: Seeds the workers' random generators.
         facts: What ranks are told.
-        adapter: Decides how many workers the ranks should use; None if their number is fixed.
     """
 
     listener: socket.socket
@@ -98,7 +82,6 @@ class HostStart:
     payload: Any
     base_seed: int
     facts: Facts
-    adapter: Adapter | None
 
 
 class _Shared(NamedTuple):
@@ -143,7 +126,6 @@ class _Server:
         # Process ids, and what owns their descriptors, by the numbers of these.
         self._children: dict[int, tuple[int, Descriptors]] = {}
         self._workers: dict[int, _Shared] = {}
-        self._adapter = None if start is None else start.adapter
         if start is None:
             self._facts = Facts(_has_threads())
         else:
@@ -179,8 +161,6 @@ class _Server:
         client.setblocking(True)
         self._clients[client.fileno()] = client
         self._poll.register(client, select.POLLIN)
-        if self._adapter is not None:
-            self._send(client, Report("wanted", value=self._adapter.count))
         self._send(client, Report("ready", os.getpid(), self._facts))
 
     def _send(self, client: socket.socket, report: Report, *descriptors: int) -> None:
@@ -246,15 +226,10 @@ class _Server:
         data, descriptors, _, _ = socket.recv_fds(client, RECEIVE_BYTES, 1)
         if not data:
             raise ConnectionResetError("the rank has left")
-        message = pickle.loads(data)
-        if isinstance(message, Demand):
-            if self._adapter is not None:
-                self._adapt(self._adapter, client, message)
-            return
         if not descriptors:  # this process has none left
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         with socket.socket(fileno=descriptors[0]) as channel:
-            self._attach(client, message, channel)
+            self._attach(client, pickle.loads(data), channel)
 
     def _attach(self, client: socket.socket, worker_id: int, channel: socket.socket) -> None:
         """Pass a rank's socket to a worker, which is started if it does not run."""
@@ -267,25 +242,6 @@ class _Server:
         with contextlib.suppress(ConnectionError):  # it has just died, which the rank will see
             socket.send_fds(worker.channel, [b"rank"], [channel.fileno()])
         self._send(client, Report("forked", worker.pid), worker.pidfd)
-        self._release_unwanted()  # the rank may not know yet that this one is not wanted
-
-    def _adapt(self, adapter: Adapter, client: socket.socket, demand: Demand) -> None:
-        """Count what a rank reports, and tell all ranks if the wanted number has changed."""
-        if not demand.batches:
-            adapter.begin()
-            return
-        before, now_ns = adapter.count, time.monotonic_ns()
-        adapter.count_batch(now_ns, demand.wait_ns, demand.busy_ns, demand.batches, client)
-        if adapter.count != before:
-            self._release_unwanted()
-            for each in self._clients.values():
-                self._send(each, Report("wanted", value=adapter.count))
-
-    def _release_unwanted(self) -> None:
-        """Have the workers that are not wanted end, once no iterator of any rank uses them."""
-        for worker_id in list(self._workers):
-            if self._adapter is not None and worker_id >= self._adapter.count:
-                self._workers.pop(worker_id).channel.close()
 
     def _start_worker(self, worker_id: int) -> _Shared:
         start = self._start

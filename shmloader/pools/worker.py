@@ -3,8 +3,8 @@
 It loops: it receives a message, makes the batch, and answers. Whose batches it makes is a client: a
 socket and, where any worker may make any batch, a queue of tasks. A worker that serves one process
 has one client, and ends when the client's socket is closed. A worker that the ranks of a host share
-has one for each iterator of each rank. The nursery passes their sockets, and once it has closed the
-socket that brings them, the worker ends with the last client.
+has one for each iterator of each rank. The nursery passes their sockets by another one, and the
+worker ends once that is closed.
 
 Clients are served in turns: the next message is that of the client that was served longest ago, of
 those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
@@ -279,7 +279,6 @@ class _Worker:
     _dataset: Any = None
     _by_value = False
     _error: RemoteError | None = None
-    _is_released = False  # no further client comes
 
     def __init__(self, start: WorkerStart, channel: socket.socket) -> None:
         self._start, self._channel = start, channel
@@ -362,12 +361,9 @@ class _Worker:
 
     def _wait(self, *, is_idle: bool) -> bool:
         """Add a client that has come; if idle, first wait. Returns False if it is to end."""
-        if self._is_released and not self._clients:
-            return False
         ready = self._poll.poll(LOOK_S if is_idle else 0)
-        if self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready):
-            self._add_client()
-        return True
+        is_called = self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready)
+        return not is_called or self._add_client()
 
     # Getting ready ------------------------------------------------------------------------
 
@@ -404,13 +400,11 @@ class _Worker:
 
     # Clients that come and go -------------------------------------------------------------
 
-    def _add_client(self) -> None:
-        """Receive a rank's channel, or that no further one comes."""
+    def _add_client(self) -> bool:
+        """Receive a rank's channel. Returns False if there is no rank any more."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, messages.RECEIVE_BYTES, 1)
         if not data:
-            self._is_released = True
-            self._poll.unregister(self._channel)
-            return
+            return False
         # If no descriptor came, this process has none left. The kernel has then closed the rank's
         # channel, and this process ends, since the rank would wait for it.
         (fd,) = descriptors
@@ -426,11 +420,12 @@ class _Worker:
             functions = receive_payload(channel)
         except ConnectionError:
             channel.close()
-            return
+            return True
         self._poll.register(channel, select.EPOLLIN)
         client = _Client(channel, tasks, page, self._start.worker_id)
         self._add(client)
         self._open(client, functions)
+        return True
 
     def _drop(self, client: _Client) -> None:
         """Forget a rank that has closed its channel."""

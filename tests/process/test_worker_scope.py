@@ -479,6 +479,7 @@ def test_a_child_that_a_rank_forks_does_not_keep_the_workers_alive(run):
     [
         ({"worker_scope": "node"}, "worker_scope should be 'rank' or 'host'"),
         ({"num_workers": 0}, "needs num_workers > 0"),
+        ({"num_workers": "auto"}, "worker_scope='host': give a number"),
         ({"thread_pool": True}, "cannot be combined with thread_pool"),
         ({"multiprocessing_context": "fork"}, "cannot be combined with multiprocessing_context"),
     ],

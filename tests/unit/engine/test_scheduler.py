@@ -363,19 +363,6 @@ def test_more_tickets_than_the_window_are_an_internal_error():
         subject.offer([2])
 
 
-def test_an_engine_that_shares_workers_asks_for_tickets_for_its_share_of_them():
-    subject = Scheduler(
-        6, 4, 2, in_order=True, has_queue=True, present=1, sharers=3, tickets_each=2
-    )
-    offered(subject, 2)  # two for each worker of its own
-    asked = []
-    for count in range(2, 7):
-        subject.workers_wanted(count)
-        subject.worker_started(subject.workers.next_missing().worker_id)
-        asked.append(subject.pop_wanted_tickets())
-    assert asked == [0, 0, 2, 0, 0]
-
-
 def test_a_worker_that_comes_back_asks_for_no_further_tickets():
     subject = Scheduler(3, 6, 2, in_order=True, has_queue=True, present=1, tickets_each=2)
     assert subject.tickets_asked == 2

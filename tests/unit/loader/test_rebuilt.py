@@ -191,14 +191,7 @@ def test_a_loader_made_anew_from_its_attributes_delivers_the_same(kind, name) ->
         assert read(remade) == read(expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (DataLoader, {"seed": 1}),
-        (ShardedDataLoader, {}),
-        (ShardedDataLoader, {"worker_scope": "host"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options"), [(DataLoader, {"seed": 1}), (ShardedDataLoader, {})])
 def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind, options) -> None:
     loader = kind(torch.arange(LENGTH), 4, num_workers="auto", **options)
     sampler = DistributedSampler(range(LENGTH), 2, 0)

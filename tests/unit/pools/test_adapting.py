@@ -76,21 +76,3 @@ def test_an_epoch_begins_without_a_verdict_on_the_time_between() -> None:
     adapter.begin()
     assert adapter.count_batch(10**12, 10**12, 0) == 2
     assert adapter.count_batch(2 * 10**12, 0, 0) == 2
-
-
-def run_together(adapter: Adapter, waits: list[float], seconds: int) -> list[int]:
-    """The numbers of workers where consumers wait for such shares of their time."""
-    counts = []
-    for tenth in range(10 * seconds):
-        for consumer, share in enumerate(waits):
-            wait_ns = int(share * 1e8)
-            adapter.count_batch(tenth * 10**8, wait_ns, 10**7, batches=40, consumer=consumer)
-        counts.append(adapter.count)
-    return counts
-
-
-def test_of_several_consumers_the_one_that_waits_most_decides() -> None:
-    assert max(run_together(Adapter(2, 4), [0.0, 0.0, 0.0, 0.2], 3)) == 3
-    assert max(run_together(Adapter(2, 4), [0.05, 0.05, 0.05, 0.05], 3)) == 2
-    assert min(run_together(Adapter(3, 4), [0.0, 0.0, 0.0, 0.05], 3)) == 3
-    assert min(run_together(Adapter(3, 4), [0.0, 0.0, 0.0, 0.01], 3)) < 3
