@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from shmloader.host import share_on_host
     from shmloader.insight.stats import LoaderStats
     from shmloader.installing import InstallReport, install, installed, uninstall
-    from shmloader.loader.cached import CachedBatches
     from shmloader.loader.dataloader import DataLoader
     from shmloader.loader.sharded import ShardedDataLoader
     from shmloader.memory.writer import empty
@@ -93,8 +92,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchSampler", "CachedBatches", "ChainDataset", "ClosedLoaderError", "ConcatDataset",
-    "DFIterDataPipe", "DataChunk", "DataLoader", "Dataset", "DistributedSampler", "InstallReport",
+    "BatchSampler", "ChainDataset", "ClosedLoaderError", "ConcatDataset", "DFIterDataPipe",
+    "DataChunk", "DataLoader", "Dataset", "DistributedSampler", "InstallReport",
     "InternalError", "IterDataPipe", "IterableDataset", "LoaderStats", "LoaderTimeoutError",
     "MapDataPipe", "Pipeline", "PipelineBuilder", "PipelineStats", "RandomSampler",
     "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardError",
@@ -111,7 +110,6 @@ __all__ = [
 # Where the names are that are imported when somebody asks for them. The modules set __module__ of
 # these classes to this one, so that ``repr``, ``help`` and pickles name it.
 _HOMES = {
-    "CachedBatches": "loader.cached",
     "DataLoader": "loader.dataloader",
     "InstallReport": "installing",
     "LoaderStats": "insight.stats",

@@ -1,7 +1,6 @@
 """Where the time goes: what loaders say of real epochs, with workers of every kind."""
 
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader import CachedBatches, DataLoader, LoaderStats, ShardedDataLoader
+from shmloader import DataLoader, LoaderStats, ShardedDataLoader
 from shmloader.insight import measurements
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until
@@ -260,16 +259,3 @@ def test_statistics_are_frozen_and_travel() -> None:
     assert pickle.loads(pickle.dumps(stats)) == stats
     with pytest.raises(ValueError, match="epoch' or 'total', but got of='all'"):
         loader.stats("all")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["in-process", "processes"])
-def test_cached_batches_come_again_and_again(kind) -> None:
-    with loader_of(**KINDS[kind]) as loader:
-        cached = CachedBatches(loader, 2)
-        given = [batch[0, 0].item() for batch in itertools.islice(cached, 5)]
-    assert given == [0, 4, 0, 4, 0]
-    assert len(list(itertools.islice(CachedBatches([7], 5), 3))) == 3
-    with pytest.raises(ValueError, match="empty"):
-        CachedBatches([], 1)
-    with pytest.raises(ValueError, match="n should be 1 or more"):
-        CachedBatches([1], 0)
