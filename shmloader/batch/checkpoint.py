@@ -32,7 +32,6 @@ class Checkpoint(NamedTuple):
             checkpoint then; the loader's ``state_dict()`` raises.
         has_ended: Whether the stream has ended. The other fields are then those with which the next
             epoch begins.
-        state_ns: How long it took to take the state after the last batch, in nanoseconds.
     """
 
     given: int = 0
@@ -42,7 +41,6 @@ class Checkpoint(NamedTuple):
     rng: tuple[dict[str, Any], ...] = ()
     unsaved: Unsaved | None = None
     has_ended: bool = False
-    state_ns: int = 0
 
     @property
     def skip(self) -> int:
@@ -59,14 +57,13 @@ class Checkpoint(NamedTuple):
         return cls(snapshot=snapshot, rng=rng)
 
     def after_batch(
-        self, snapshot: bytes | Unsaved | None, fingerprint: int | None, state_ns: int = 0
+        self, snapshot: bytes | Unsaved | None, fingerprint: int | None
     ) -> "Checkpoint":
         """Return the checkpoint after a further batch, or after an exception in its place.
 
         Args:
             snapshot: The state after the batch, or why there is none; None if none was due.
             fingerprint: The batch's fingerprint; None if its samples could not be read.
-            state_ns: How long it took to take the state, in nanoseconds.
         """
         given, at, kept = self.given + 1, self.at, self.snapshot
         check, unsaved = self.check, self.unsaved
@@ -76,7 +73,7 @@ class Checkpoint(NamedTuple):
             unsaved = snapshot
         elif snapshot is not None:
             kept, at, check, unsaved = snapshot, given, 0, None
-        return Checkpoint(given, kept, at, check, self.rng, unsaved, state_ns=state_ns)
+        return Checkpoint(given, kept, at, check, self.rng, unsaved)
 
     def at_next_epoch(self, *, is_iterable: bool) -> "Checkpoint":
         """Return the checkpoint at the next epoch's beginning, if the dataset persists."""

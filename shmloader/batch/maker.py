@@ -34,7 +34,6 @@ class BatchMaker:
         fetcher: Loads samples and collates them.
         rng: The samples' random number generators; None without a seed.
         timer: Measures the parts of the work. The caller begins it with each ticket.
-        state_ns: How long it took to take the dataset's newest state, in nanoseconds.
 
     Args:
         config: How a batch is fetched and collated.
@@ -59,7 +58,6 @@ class BatchMaker:
     """
 
     fetcher: Any
-    state_ns = 0
 
     def __init__(
         self,
@@ -105,7 +103,8 @@ class BatchMaker:
             self.fetcher = MapFetcher(*common, concurrent_fetcher, rng, sample_watch, load=load)
         #: Returns the report on the samples since the last call; None if there is none.
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
-        self._save: Callable[[Keep[Any]], Any] = self.fetcher.save
+        #: Returns the dataset's state, copied or pickled by its argument; None if it has none.
+        self.save: Callable[[Keep[Any]], Any] = self.fetcher.save
         if arrays is not None:
             self.fetcher = ArrayFetcher(
                 arrays, self.fetcher, timer, may_shard=config.may_shard, collate_fn=collate_fn
@@ -126,13 +125,6 @@ class BatchMaker:
                 batch = self.fetcher.fetch(plain)
         self.timer.fetched_ns = time.monotonic_ns()
         return batch
-
-    def save(self, keep: Keep[Any]) -> Any:
-        """Return the dataset's state, copied or pickled by ``keep``; None if it has none."""
-        began_ns = time.monotonic_ns()
-        state = self._save(keep)
-        self.state_ns = time.monotonic_ns() - began_ns
-        return state
 
     def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a ticket's samples have their position."""

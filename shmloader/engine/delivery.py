@@ -17,13 +17,7 @@ from typing import Any, Self
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.dataset_state import Saved, dump_in_main, read
-from shmloader.grammar import size, warn_user
 from shmloader.messages import Unsaved
-
-# States are warned of from this size on, or if they take more than this share of the time of
-# batches. The share is judged once the states have taken so long that it matters.
-_LARGE_BYTES = 1_000_000
-_SHARE, _LONG_NS = 0.1, 500_000_000
 
 
 class Instead(Exception):  # noqa: N818 - never raised to the user
@@ -168,35 +162,3 @@ class DatasetCheckpoints:
             plain = each["given"], snapshot, at, each["check"], tuple(each["rng"])
             loaded.append(Checkpoint(*plain))
         return cls(loaded, state["next_worker"], state["base_seed"], worker_count)
-
-
-class StateCost:
-    """Warns once if the states of a loader's dataset are large, or take long.
-
-    Attributes:
-        is_watched: Whether to warn: not if the user has set ``snapshot_every_n_steps``.
-    """
-
-    is_watched, _has_warned = True, False
-    _states_ns = _batches_ns = 0
-
-    def add(self, checkpoint: Checkpoint, busy_ns: int) -> None:
-        """Look at the checkpoint after a batch that took ``busy_ns``, together with its state."""
-        is_watched = self.is_watched and not self._has_warned
-        if not is_watched or checkpoint.snapshot is None or checkpoint.skip:
-            return
-        nbytes = len(checkpoint.snapshot)
-        self._states_ns += checkpoint.state_ns
-        self._batches_ns += busy_ns - checkpoint.state_ns
-        is_slow = self._states_ns > max(_LONG_NS, _SHARE * self._batches_ns)
-        if nbytes < _LARGE_BYTES and not is_slow:
-            return
-        self._has_warned = True
-        cost = f"{size(nbytes)} with each batch"
-        if nbytes < _LARGE_BYTES:
-            cost = f"{self._states_ns / max(1, self._batches_ns):.2f} times the batches' own time"
-        warn_user(
-            f"the loader saves the state of the dataset for each batch, which costs {cost}. Set "
-            "snapshot_every_n_steps=0 if no state is needed. For an iterable dataset, 100 saves it "
-            "rarely, and 1 saves it for each batch without this warning."
-        )

@@ -252,7 +252,7 @@ class Scheduler:
             worker = self.workers[ticket.worker_id]
             if not answer.is_final:
                 worker.checkpoint = ticket.checkpoint = worker.checkpoint.after_batch(
-                    answer.snapshot, answer.fingerprint, answer.state_ns
+                    answer.snapshot, answer.fingerprint
                 )
         if ticket.is_dropped or self._has_queue or not self.in_order:
             self._answer(ticket, answer)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmloader.batch.arrays import is_plain_data, may_be_columns
 from shmloader.batch.fetch import FetchConfig, list_getter
-from shmloader.engine.delivery import DatasetCheckpoints, StateCost
+from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.grammar import counted, warn_user
 from shmloader.insight.record import Statistics
@@ -201,8 +201,6 @@ def config_of(loader: Any) -> LoaderConfig:
     """
     values, sharing, parts = read_options(loader), loader._sharing, loader._parts
     saves_dataset = loader._saves_dataset
-    if saves_dataset:
-        parts.state_cost.is_watched = loader.snapshot_every_n_steps == "auto"
     count, dataset = loader.num_workers, loader.dataset
     # Loaders may be made for short epochs, so the property is called only if it has a value.
     stream = loader._stream if Stream in type(dataset).__mro__ else None
@@ -338,7 +336,6 @@ class LoaderParts:
 
     # Made when they are needed: a program may have very many loaders.
     failures = functools.cached_property[FailureList[FailedSample]](lambda _: FailureList())
-    state_cost = functools.cached_property(lambda _: StateCost())
     dataset_epoch = functools.cached_property(lambda _: DatasetEpoch())
     executor_key = functools.cached_property(lambda _: os.urandom(16))
     task_numbers = functools.cached_property(lambda _: itertools.count())

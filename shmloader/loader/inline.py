@@ -247,8 +247,7 @@ class InlineEngine:
             snapshot, fingerprint = self._state(checkpoint.given + 1), None
             if self._is_iterable and self._maker is not None:
                 fingerprint = self._maker.fetcher.fingerprint
-            state_ns = 0 if self._maker is None else self._maker.state_ns
-            self._checkpoint = checkpoint.after_batch(snapshot, fingerprint, state_ns)
+            self._checkpoint = checkpoint.after_batch(snapshot, fingerprint)
 
     def _add_rng(self, checkpoint: Checkpoint, at_start: dict[str, Any]) -> None:
         """Save the generators' states: the dataset may draw its order with its first sample."""

@@ -330,32 +330,25 @@ class BatchIterator(_BaseDataLoaderIter):
         times = delivery.times
         about = "other" if times is None else source.staged
         record.add(began_ns, ended_ns, source.draw_ns, times, about)
-        if self._checkpoints is not None or self._adapter is not None:
-            self._count_costs(delivery, began_ns, ended_ns)
+        if self._adapter is not None and times is not None:
+            self._adapt(self._adapter, times, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and record.in_order and self._checkpoints is None:
             progress.position = progress.start + (delivery.seq + 1) * progress.unit
         else:
             self._count_done(delivery)
 
-    def _count_costs(self, delivery: Ticket, began_ns: int, ended_ns: int) -> None:
-        """Count what the states of datasets cost, and adapt the number of workers."""
-        if delivery.times is None:
-            return
-        busy_ns = sum(work_of(delivery.times)[1:4])
-        if self._opened is None:
-            busy_ns += self._source.staged[2] - self._source.staged[1]
-        for _, checkpoint in delivery.datasets:
-            self._parts.state_cost.add(checkpoint, busy_ns)
-        if self._adapter is not None:
-            wanted = self._adapter.count_batch(ended_ns, ended_ns - began_ns, busy_ns)
-            if wanted != self._wanted:
-                self._wanted = wanted
-                self._engine.want_workers(wanted)
-            loader, present = self._loader(), self._engine.present_workers
-            if loader is not None and loader.num_workers != present:
-                self._record.num_workers = present
-                loader.num_workers = type(loader.num_workers)(present)
+    def _adapt(self, adapter: Any, times: bytes, began_ns: int, ended_ns: int) -> None:
+        """Adapt the number of workers after a batch."""
+        busy_ns = sum(work_of(times)[1:4])
+        wanted = adapter.count_batch(ended_ns, ended_ns - began_ns, busy_ns)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._engine.want_workers(wanted)
+        loader, present = self._loader(), self._engine.present_workers
+        if loader is not None and loader.num_workers != present:
+            self._record.num_workers = present
+            loader.num_workers = type(loader.num_workers)(present)
 
     def _count_done(self, delivery: Ticket) -> None:
         if self._checkpoints is not None:

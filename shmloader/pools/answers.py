@@ -45,7 +45,6 @@ class Answer:
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
-        state_ns: How long it took to take the snapshot, in nanoseconds.
         looked_ns: When the engine began to look for answers, before it saw this one.
         seen_ns: When the engine saw the answer.
     """
@@ -61,7 +60,6 @@ class Answer:
     lends: bool = field(default=False, init=False)
     snapshot: bytes | InSlot | Unsaved | None = field(default=None, init=False)
     fingerprint: int | None = field(default=None, init=False)
-    state_ns: int = field(default=0, init=False)
     looked_ns: int = field(default=0, init=False)
     seen_ns: int = field(default=0, init=False)
 

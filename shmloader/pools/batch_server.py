@@ -125,7 +125,6 @@ class BatchServer:
         answer = Answer(None, report, self._timer.read(), used_bytes, error)
         answer.is_empty, answer.is_final = is_empty and error is None, dataset.is_lost
         answer.snapshot, answer.fingerprint = snapshot, dataset.fingerprint
-        answer.state_ns = dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _put_state(self, saved: Saved) -> bytes | messages.InSlot:

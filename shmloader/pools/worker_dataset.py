@@ -47,7 +47,6 @@ class WorkerDataset:
         has_ended: Whether the iterable dataset is exhausted in this epoch.
         fingerprint: Fingerprint of a batch. The caller sets it to None before it loads a batch; it
             stays None if none is taken or its samples were not read.
-        state_ns: How long it took to take the newest snapshot, in nanoseconds.
         timer: Measures the parts of the work. The caller begins it with each task.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
@@ -57,7 +56,6 @@ class WorkerDataset:
     by_value = has_report = is_lost = is_ready = has_ended = False
     error: RemoteError | None = None
     fingerprint: int | None = None
-    state_ns = 0
     _maker: BatchMaker | None = None
     _concurrent_fetcher: ConcurrentFetcher | None = None
     # The answer to every task of all epochs, if the dataset or its state could not be loaded or
@@ -251,7 +249,6 @@ class WorkerDataset:
             return None
         assert self._maker is not None
         state: _T | Unsaved | None = self._maker.save(keep)
-        self.state_ns = self._maker.state_ns
         return state
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -237,47 +236,3 @@ def test_a_replaced_worker_reads_a_stream_again_whose_state_cannot_be_saved() ->
     dataset.deaths = Deaths(1)
     with DataLoader(dataset, 2, num_workers=1, worker_restarts=1) as loader:
         assert [batch.tolist() for batch in loader] == WHOLE
-
-
-class Costs(Dataset):
-    """Its state takes long, or is large."""
-
-    def __init__(self, sleep_s: float, nbytes: int) -> None:
-        self.sleep_s, self.much = sleep_s, torch.zeros(nbytes, dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def state_dict(self) -> Any:
-        time.sleep(self.sleep_s)
-        return {"much": self.much}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Load nothing."""
-
-
-class CostlyStream(Costs, IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(8))
-
-
-@pytest.mark.parametrize(("kind", "workers"), [(Costs, 0), (Costs, 1), (CostlyStream, 1)], ids=str)
-def test_a_costly_state_that_nobody_asked_for_is_warned_of_once(kind, workers) -> None:
-    for dataset, text in (
-        (kind(0, 2_000_000), r"costs 2\.0 MB with each batch\. Set snapshot_every_n_steps=0"),
-        (kind(0.3, 0), r"times the batches' own time\. Set snapshot_every_n_steps=0"),
-    ):
-        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-        with DataLoader(dataset, 2, **options) as loader:
-            with pytest.warns(UserWarning, match=text) as caught:
-                list(loader)
-            assert [each.filename for each in caught] == [__file__]
-            list(loader)
-        with DataLoader(dataset, 2, snapshot_every_n_steps=1, **options) as loader:
-            list(loader)
-        dataset.sleep_s = dataset.much = 0
-        with DataLoader(dataset, 2, **options) as loader:
-            list(loader)
