@@ -27,11 +27,9 @@ from shmloader.batch.collator import bytes_of
 from shmloader.batch.explain import find_unpicklable
 from shmloader.batch.payload import Payload
 from shmloader.cli.target import UsageError, call, close, without_workers
-from shmloader.grammar import counted, described_type, size
+from shmloader.grammar import described_type, size
 from shmloader.interruptions import probe
-from shmloader.loader.config import LoaderConfig
 from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.options import read_options
 from shmloader.memory.limits import (
     affinity,
     core_quota,
@@ -40,14 +38,10 @@ from shmloader.memory.limits import (
     usable_cores,
     why_unsupported,
 )
-from shmloader.memory.segment import find_segment
-from shmloader.memory_maps import address_of
-from shmloader.shared.sharing import attributes_of, estimate_objects
+from shmloader.shared.sharing import attributes_of
 
 # What of a loader is sent to its workers.
 _SENT = ("dataset", "collate_fn", "worker_init_fn", "on_error")
-# From this many Python objects on, the report suggests sharing the dataset.
-_MANY_OBJECTS = 100_000
 # The most parts of a loader's objects that are looked at.
 _MOST_PARTS = 100_000
 
@@ -148,17 +142,9 @@ def _examine(name: str) -> tuple[str, dict[str, str], dict[str, str], list[dict[
         )
 
     roots = {name: value for name in _SENT if (value := probe(loader, name)) is not None}
-    parts = list(walk(roots))
-    array_bytes = sum(dict(_memory_of(value) for _, value in parts).values())
-    objects, object_bytes = estimate_objects(loader.dataset)
-    text = f"{size(array_bytes)} of" if array_bytes else "no"
-    text += " tensors and arrays outside shared memory; about "
-    text += f"{counted(objects, 'Python object')} ({size(object_bytes)})"
-    if objects >= _MANY_OBJECTS:
-        text += "\ndataset = shmloader.share(dataset) keeps the objects in memory only once."
-    rows = {"dataset": text}
+    rows = dict[str, str]()
     if method == "fork":
-        for path, value in parts:
+        for path, value in walk(roots):
             if not is_forkable(value):
                 what = "forked workers share it: they disturb each other, or wait for ever"
                 remedy = (
@@ -180,30 +166,13 @@ def _examine(name: str) -> tuple[str, dict[str, str], dict[str, str], list[dict[
             remedy = "open or create it in the worker, and leave it out in __getstate__"
             what = f"it cannot be pickled ({_first_line(error)})"
             complain("pickle", path, _name_of(type(value)), what, remedy)
-    batch_bytes = 0
     try:
-        batch_bytes = _bytes_of_batch(loader)
+        rows["batch"] = size(_bytes_of_batch(loader))
     except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
         remedy = "iterate the loader with num_workers=0 to see the traceback"
         what = f"making it raises {_first_line(error)}"
         complain("batch", "the first batch", type(error).__name__, what, remedy)
-    rows["batch"] = size(batch_bytes)
-    if method != "none":
-        rows["memory"] = _memory_row(loader, batch_bytes, array_bytes, object_bytes)
     return title, rows, _verdicts(method, problems), problems
-
-
-def _memory_row(loader: Any, batch_bytes: int, array_bytes: int, object_bytes: int) -> str:
-    ours = read_options(loader) if isinstance(loader, DataLoader) else {}
-    workers, ahead = loader.num_workers or 2, loader.prefetch_factor or 2
-    slots = LoaderConfig(**ours, num_workers=workers, prefetch_factor=ahead).slot_count
-    taken = (slots * batch_bytes, workers * object_bytes)
-    return (
-        f"{size(taken[0])} for {slots} batches, up to {size(taken[1])} for copies of Python "
-        f"objects in {counted(workers, 'worker')}\nEach further rank takes "
-        f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters. "
-        "share_on_host(build) and worker_scope='host' save most of it."
-    )
 
 
 def _verdicts(method: str, problems: list[dict[str, str]]) -> dict[str, str]:
@@ -240,18 +209,6 @@ def _bytes_of_batch(loader: Any) -> int:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _memory_of(value: Any) -> tuple[int, int]:
-    """Return address and size of a tensor's or an array's memory; (0, 0) if it is shared."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_shared():
-        return value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()
-    while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
-        value = value.base
-    if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
-        address, nbytes = address_of(value)
-        return (0, 0) if find_segment(address, nbytes) else (address, nbytes)
-    return 0, 0
 
 
 def walk(roots: dict[str, Any]) -> Iterator[_Part]:

@@ -320,7 +320,7 @@ class LoaderParts:
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         loaded_generators: Names of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
-        has_counted_objects: Whether the objects of the dataset were counted already.
+        has_looked_for_lists: Whether very long lists in the dataset were looked for already.
         has_warned_of_idle: Whether a warning of workers without a batch was given.
     """
 
@@ -331,7 +331,7 @@ class LoaderParts:
     checkpoints: DatasetCheckpoints | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
     loaded_generators: tuple[str, ...] = ()
-    has_counted_objects: bool = False
+    has_looked_for_lists: bool = False
     has_warned_of_idle: bool = False
 
     # Made when they are needed: a program may have very many loaders.

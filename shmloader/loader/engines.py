@@ -16,7 +16,7 @@ from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.grammar import warn_user
-from shmloader.interruptions import Caught, Suppressed, attempt
+from shmloader.interruptions import Caught, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.arena import Arena
 from shmloader.memory.limits import MemoryConfig
@@ -26,7 +26,7 @@ from shmloader.pools.process import ProcessPool
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from shmloader.shared.sharing import describe_many
+from shmloader.shared.sharing import describe_long
 
 
 class Workers:
@@ -151,7 +151,11 @@ class Workers:
     def _open_processes(self, locker: Any) -> None:
         """Start worker processes, or attach to those that the ranks of this host share."""
         config, parts, base_seed = self._config, self._parts, self._base_seed
-        _warn_of_many_objects(config, parts)
+        if not parts.has_looked_for_lists:
+            parts.has_looked_for_lists = True
+            text = describe_long(config.dataset)
+            if text is not None:
+                warn_user(text)
         is_shared = config.worker_scope == "host"
         with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
             starter: Any
@@ -222,14 +226,3 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(config.slot_bytes, config.arena_slot_count)
     return TaskConfig(config.fetch, arena, queue, memory, config.state_slot_count)
-
-
-def _warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
-    """Warn once of the memory that a dataset of very many Python objects takes in workers."""
-    if not parts.has_counted_objects:
-        parts.has_counted_objects = True
-        text = None
-        with Suppressed(Exception):  # for example if another thread changes the objects
-            text = describe_many(config.dataset, config.num_workers)
-        if text is not None:
-            warn_user(text)

@@ -5,27 +5,20 @@ segment and seals the segment. Then it copies whatever has bulk in it, as
 ``copy.deepcopy`` does, with views of the segment in place of the bulk. So a tensor that several
 fields share is in memory once, and so is the storage of several tensors.
 
-A dataset of very many Python objects should be shared. A forked worker shares the objects with its
+A dataset with a very long list should be shared. A forked worker shares the objects with its
 parent only until it uses them: that changes their reference counts, and the kernel copies the page.
-So the module estimates, too, how many objects a dataset holds.
 """
 
 import collections
 import copy
 import copyreg
 import dataclasses
-import random
-import sys
-import time
-import types
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shmloader.grammar import counted, size
 from shmloader.interruptions import probe
 from shmloader.memory.limits import why_unsupported
 from shmloader.memory.pickled import is_plain
@@ -45,18 +38,10 @@ _T = TypeVar("_T")
 #: A list, tuple or dict of at least this many items is bulk. In a shorter one, bulk is looked for.
 LONG = 1_000
 
-#: The user is warned of a dataset with more objects than this.
+#: The user is warned of a list, tuple or dict of at least this many items.
 MANY = 1_000_000
 
-# How many of a container's items are looked at, and how long and how deep objects are counted.
-_SAMPLES = 64
-_LIMIT_S = 0.02
-_DEEPEST = 6
-
 _MISSING = object()
-
-_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
-_OPAQUE = (np.ndarray, torch.Tensor, torch.nn.Module, types.ModuleType, type, types.FunctionType)
 
 _LONG_KINDS = (list, tuple, dict, collections.OrderedDict)
 
@@ -238,53 +223,13 @@ def attributes_of(value: object) -> dict[str, Any]:
     return {**attributes, **fields} if isinstance(fields, dict) else attributes
 
 
-def estimate_objects(dataset: object) -> tuple[int, int]:
-    """Estimate the number of objects in a dataset, and their bytes, in at most some 20 ms."""
-    deadline = time.monotonic() + _LIMIT_S
-    chooser, seen = random.Random(0), set[int]()
-
-    def estimate(value: Any, depth: int) -> tuple[float, float]:
-        """Return the number of objects in a value, itself included, and their bytes."""
-        if isinstance(value, _OPAQUE) or id(value) in seen:
-            return 0, 0
-        count, nbytes = 1.0, float(sys.getsizeof(value, 0))
-        if depth > _DEEPEST or time.monotonic() > deadline:
-            return count, nbytes
-        columns: list[Any] = [value]
-        if isinstance(value, dict):
-            columns = [value.keys(), value.values()]
-        elif not isinstance(value, _CONTAINERS):
-            columns = [attributes_of(value).values()]
-        for items in columns:
-            if not (length := len(items)):
-                continue
-            seen.add(id(value))
-            some = list(islice(items, _SAMPLES))
-            if isinstance(items, list | tuple) and length > _SAMPLES:
-                # A random sample, so that a pattern in the items does not distort the estimate.
-                some = [items[at] for at in chooser.sample(range(length), _SAMPLES)]
-            distinct = {id(item): item for item in some}  # an object that recurs is counted once
-            if length > len(some) and 2 * len(distinct) < len(some):
-                count += len(distinct)
-                continue
-            for item in distinct.values():
-                inside = estimate(item, depth + 1)
-                count += inside[0] * length / len(some)
-                nbytes += inside[1] * length / len(some)
-        return count, nbytes
-
-    count, nbytes = estimate(dataset, 0)
-    return round(count), round(nbytes)
-
-
-def describe_many(dataset: object, worker_count: int) -> str | None:
-    """Return a warning about a dataset with many objects; None for any other."""
-    count, nbytes = estimate_objects(dataset)
-    if count <= MANY:
-        return None
-    return (
-        f"the dataset holds about {count / 1e6:.1f} million Python objects ({size(nbytes)}). "
-        f"{counted(worker_count, 'worker process', 'worker processes')} may copy them, up to "
-        f"{size(nbytes * worker_count)} in all. If they lie in long lists or dicts, dataset = "
-        "shmloader.share(dataset) keeps them in memory only once."
-    )
+def describe_long(dataset: object) -> str | None:
+    """Return a warning if a dataset or an attribute of it is a very long list, tuple or dict."""
+    for value in (dataset, *attributes_of(dataset).values()):
+        if type(value) in _LONG_KINDS and len(value) >= MANY:
+            return (
+                f"the dataset has a {type(value).__name__} of {len(value):,} items. Each worker "
+                "process may copy them, unless dataset = shmloader.share(dataset) keeps them in "
+                "memory only once."
+            )
+    return None
