@@ -5,6 +5,7 @@ shmloader's loader has beyond torch's is lost. The functions here let accelerate
 samples each process loads, and then replace torch's loader by one of shmloader's.
 """
 
+import inspect
 from typing import Any
 
 import accelerate
@@ -12,9 +13,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import BatchSampler, IterableDataset
 
-from shmloader.integrations import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.loader.states import sealed
+
+# Arguments that say which samples are in which batch.
+_OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "last_batch")
 
 
 class _State:
@@ -57,7 +61,13 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
         TypeError: If ``loader`` is of another class, or a ``ShardedDataLoader``, which divides
             itself among the ranks.
     """
-    check_loader(loader, "shmloader.integrations.accelerate.prepare")
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"prepare() needs a shmloader.DataLoader, but got {type(loader).__name__}")
+    if isinstance(loader, ShardedDataLoader):
+        raise TypeError(
+            "prepare() would divide the batches of a ShardedDataLoader again. Give a DataLoader, "
+            "or use the ShardedDataLoader as it is."
+        )
     prepared = accelerator.prepare_data_loader(loader)
     _put_back(prepared, loader)
     if not (hasattr(prepared, "split_batches") and accelerator.num_processes > 1):
@@ -84,7 +94,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
     if loader.seed is None or not isinstance(batches, SkipBatchSampler):
         _put_back(skipping, loader)
         return skipping
-    rest = rebuild(loader, loader.dataset, **_order_of(batches.batch_sampler))
+    rest = _rebuild(loader, loader.dataset, **_order_of(batches.batch_sampler))
     rest.set_epoch(prepared.iteration)
     rest.load_state_dict(sealed({**rest.state_dict(), "position": num_batches}))
     skipping.base_dataloader = rest
@@ -100,7 +110,7 @@ def _put_back(prepared: Any, loader: DataLoader[Any]) -> None:
         order = {"sampler": base.sampler, "batch_size": base.batch_size}
     else:
         order = _order_of(base.batch_sampler)
-    prepared.base_dataloader = rebuild(loader, base.dataset, **order)
+    prepared.base_dataloader = _rebuild(loader, base.dataset, **order)
 
 
 def _order_of(batches: Any) -> dict[str, Any]:
@@ -116,3 +126,27 @@ def _order_of(batches: Any) -> dict[str, Any]:
             "drop_last": batches.drop_last,
         }
     return {"batch_sampler": batches}
+
+
+def _rebuild(loader: DataLoader[Any], dataset: Any, **order: Any) -> DataLoader[Any]:
+    """Return a loader of the same class, with the same arguments except for those given here.
+
+    Args:
+        loader: The loader. The arguments are read from its attributes of the same names.
+        dataset: The dataset of the new loader.
+        order: The arguments that say which samples are in which batch: ``batch_sampler``, or
+            ``sampler`` and ``batch_size``, or for an iterable dataset ``batch_size`` alone. With
+            ``batch_size``, there may be ``drop_last``, too.
+    """
+    names = set(inspect.signature(DataLoader.__init__).parameters)
+    names |= set(inspect.signature(type(loader).__init__).parameters)
+    arguments = {
+        name: getattr(loader, name)
+        for name in sorted(names - {"self", "dataset", "args", "kwargs", *_OF_ORDER})
+        if hasattr(loader, name)
+    }
+    if not arguments["num_workers"]:
+        arguments["prefetch_factor"] = arguments["multiprocessing_context"] = None
+    if isinstance(dataset, IterableDataset):
+        arguments["seed"] = loader.seed
+    return type(loader)(dataset, **arguments, **order)

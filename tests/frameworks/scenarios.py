@@ -329,16 +329,14 @@ SCENARIOS = {
             transformers,
             "Hugging Face Trainer",
             takes_class=False,
-            adapter="`transformers.LoaderMixin`",
             why="it creates the loader, and passes it to accelerate",
         ),
         Scenario(datasets, "Hugging Face datasets"),
         Scenario(
             ray,
             "Ray Train",
-            adapter="`ray.prepare_data_loader`",
-            why="with several workers of Ray's, `prepare_data_loader` builds a loader of torch's "
-            "class",
+            why="`prepare_data_loader` may build a loader of torch's class: use `install()`, or "
+            "`ShardedDataLoader`",
         ),
         Scenario(
             torch_geometric,

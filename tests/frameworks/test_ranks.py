@@ -85,25 +85,3 @@ def test_on_two_processes_accelerates_adapter_keeps_class_and_arguments(config, 
     if config in ("usual", "uneven"):  # each rank draws for itself
         numbers = [{*torch.cat(rank["seen"])[:, 1].tolist()} for rank in ranks]
         assert not numbers[0] & numbers[1]
-
-
-def test_on_two_processes_rays_adapter_keeps_class_and_arguments(tmp_path):
-    program = str(ROOT / "tests/frameworks/ray_ranks.py")
-    done = subprocess.run(
-        [sys.executable, program, str(tmp_path), str(LENGTH)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for rank in ranks:
-        assert rank["engines"] == ["shmloader"]
-        assert rank["class"] == "shmloader"
-        assert rank["options"] == [7, 1]
-        assert rank["seen"][0] != rank["seen"][1]
-    for first, second in zip(ranks[0]["seen"], ranks[1]["seen"], strict=True):
-        assert len(first) == len(second) == LENGTH // 2 + 1
-        assert {*first, *second} == {*range(LENGTH)}
