@@ -113,7 +113,6 @@ class PipelineBuilder:
         executor: Executor | None = None,
         output_order: OutputOrder = "completion",
         name: str | None = None,
-        max_failures: float | Fraction | None = None,
         setup: Callable[[], Any] | None = None,
         teardown: Callable[[Any], Any] | None = None,
     ) -> Self:
@@ -143,12 +142,6 @@ class PipelineBuilder:
             output_order: "completion" passes results on as they are ready, "input" in the order of
                 the items.
             name: The stage's name in errors; by default the op's own name.
-            max_failures: How many calls may fail in an epoch: an int, or a fraction of all calls,
-                such as 0.01. A fraction is a float or a ``fractions.Fraction``, above 0 and at most
-                1. It is checked once 100 calls have been made, and at the stage's end. Failed items
-                are left out, counted and listed (:attr:`Pipeline.failures`). If more calls fail, or
-                all of them, ``TooManyFailures`` is raised. By default, the stage counts towards the
-                limit that ``build`` sets for all stages together.
             setup: Makes a context, such as a connection or a client session. It is called without
                 arguments before the first item, where ``op`` runs, and ``op`` is then called as
                 ``op(item, context)``.
@@ -196,7 +189,6 @@ class PipelineBuilder:
                 makes_many=makes_many,
                 concurrency=whole_number(concurrency, "concurrency", minimum=1),
                 in_order=output_order == "input",
-                max_failures=OPTIONS["max_failures"].check(max_failures),
                 executor=executor if isinstance(executor, concurrent.futures.Executor) else None,
                 setup=setup,
                 teardown=teardown,
@@ -291,8 +283,12 @@ class PipelineBuilder:
             num_threads: Threads shared by all stages with ``executor=None`` or "thread". By
                 default, the sum of their ``concurrency``, at most 32. The source and ``transfer``
                 have threads of their own.
-            max_failures: The common limit of all stages that have no limit of their own; see
-                :meth:`pipe`. By default, the first failure is raised.
+            max_failures: How many calls of all stages may fail in an epoch: an int, or a fraction
+                of all calls, such as 0.01. A fraction is a float or a ``fractions.Fraction``, above
+                0 and at most 1. It is checked once 100 calls have been made, and at the epoch's
+                end. Failed items are left out, counted and listed (:attr:`Pipeline.failures`). If
+                more calls fail, or all of them, ``TooManyFailures`` is raised. By default, the
+                first failure is raised.
             timeout: Longest wait for an item in seconds; None waits without a limit.
 
         Raises:

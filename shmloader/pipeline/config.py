@@ -64,7 +64,6 @@ class StageConfig:
         makes_many: Whether the op is a generator function.
         concurrency: Items at once; for a stage on processes, the number of processes.
         in_order: Whether results leave in the order of the items.
-        max_failures: The limit of this stage alone; None for the pipeline's common limit.
         size: Length of the lists that the stage makes; 0 if it calls an op.
     """
 
@@ -74,7 +73,6 @@ class StageConfig:
     makes_many: bool = False
     concurrency: int = 1
     in_order: bool = True
-    max_failures: int | Fraction | None = None
     executor: concurrent.futures.Executor | None = None
     device: torch.device | None = None
     setup: Callable[..., Any] | None = None

@@ -25,7 +25,6 @@ from typing import Any
 from shmloader.batch.failures import describe_index
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.grammar import counted
 from shmloader.interruptions import Wakeup
 from shmloader.pipeline.config import (
     QUEUE_CAPACITY,
@@ -87,16 +86,13 @@ class Flow:
         # How many items may wait before each stage and the sink.
         limits = [1, SOURCE_CAPACITY, *[QUEUE_CAPACITY] * len(config.stages)]
         limits[len(runners)] = config.buffer_size
-        shared = FailureCounter(config.max_failures, is_resumed=reader.is_resumed)
+        self._counter = FailureCounter(config.max_failures)
         self._stages: Sequence[Stage] = ()
         for (stage, executor), limit in zip([*runners, (_SINK, None)], limits, strict=False):
-            number, counter = len(self._stages), shared
-            if stage.max_failures is not None:
-                counter = FailureCounter(stage.max_failures, is_resumed=reader.is_resumed)
+            number = len(self._stages)
             make_job = functools.partial(Job, self, number, stage, executor)
             start = reader.start if number else None
-            made = Stage(make_job, number, stage, counter, limit, start)
-            self._stages = (*self._stages, made)
+            self._stages = (*self._stages, Stage(make_job, number, stage, limit, start))
         self.measured = [(stage.config, stage.meter) for stage in self._stages[:-1]]
         self.first_ns = self.now_ns = clock()
         self.waited_ns = self.item_count = 0
@@ -147,7 +143,7 @@ class Flow:
         stages, name, item = self._stages, job.stage.name, job.item
         if not stages:
             return None
-        counter = stages[job.number].counter
+        counter = self._counter
         raised: BaseException | None
         is_counted = (
             job.number and counter.max_failures is not None and isinstance(error, Exception)
@@ -191,7 +187,7 @@ class Flow:
             stage = stages[number]
             stage.meter.op_ns += op_ns
             if is_good and number:
-                stage.counter.add_samples(1, 0)
+                self._counter.add_samples(1, 0)
             for output in outputs:
                 stage.put(job, output)
             if is_done:
@@ -274,7 +270,14 @@ class Flow:
         while (item := self._pop()) is NOTHING:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                return Raised(TimeoutError(self._describe(timeout_s)))
+                with self._lock:
+                    self._set_time()
+                    self._is_waited_for = False
+                text = f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is "
+                text += (
+                    "lost: call next() again. The pipeline's stats() show which stages are busy."
+                )
+                return Raised(TimeoutError(text))
             self.is_waiting = True
             self._wakeup.wait(None if left_s == math.inf else left_s)
             self.is_waiting = False
@@ -309,27 +312,11 @@ class Flow:
 
     def _finish(self) -> object:
         """End the epoch. Returns END, or what to raise since too many calls have failed."""
-        for stage in self._stages:
-            error = stage.counter.end()
-            if error is not None:
-                return Raised(error)
+        error = self._counter.end()
+        if error is not None:
+            return Raised(error)
         self.is_over, self.delivered, self._stages = True, self._end, ()
         return END
-
-    def _describe(self, timeout_s: float | None) -> str:
-        """Return the text of a timeout, which says which stages have items in work."""
-        with self._lock:
-            self._set_time()
-            self._is_waited_for = False
-            busy = [
-                f"{stage.config.title} ({counted(len(stage.working), 'item')})"
-                for stage in self._stages[:-1]
-                if stage.working
-            ]
-        return (
-            f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: call "
-            f"next() or get_item() again. In work: {', '.join(busy) or 'nothing'}."
-        )
 
     def leave(self, why: str) -> None:
         """End the epoch, and drop all that is in flight. Takes no lock; may be called again."""

@@ -111,8 +111,8 @@ class Pipeline:
             self._begin()
 
     def _begin(self) -> Flow:
-        config, source, is_resumed = self._config, self._config.source, self._resume_at is not None
-        if self._flow and not is_resumed and isinstance(source, Iterator | AsyncIterator):
+        config, source, is_new = self._config, self._config.source, self._resume_at is None
+        if self._flow and is_new and isinstance(source, Iterator | AsyncIterator):
             raise RuntimeError(
                 f"the pipeline's source, {described_type(source)}, is an iterator, and an earlier "
                 "epoch has taken items from it. Give add_source an object whose __iter__ begins "
@@ -122,7 +122,7 @@ class Pipeline:
         try:
             runners = self._executors.make()
             start = None if why_not_resumable(config) else self._next_start()
-            reader = SourceReader(config, start, is_resumed=is_resumed)
+            reader = SourceReader(config, start)
             flow = self._flow = Flow(config, runners, self.failures, reader)
             self._resume_at = None
             # Without a `teardown`, the interpreter's exit only parks the threads.
@@ -187,8 +187,8 @@ class Pipeline:
 
         Raises:
             TypeError, ValueError: If ``timeout`` is not a number of seconds.
-            TimeoutError: If no item comes in time. Nothing is lost. The error's text says which
-                stages have items in work and for how long, and which stages wait.
+            TimeoutError: If no item comes in time. Nothing is lost. :meth:`stats` shows which
+                stages are busy.
             EOFError: At the end of the epoch. :meth:`start` begins the next epoch.
             ClosedLoaderError: If the pipeline was never started, or if the epoch was left or has
                 failed before.
@@ -320,9 +320,7 @@ class Pipeline:
         the op is called with the item again, and the results that were delivered before are
         dropped. So the op should make the same results again.
 
-        Failures are counted from 0 again for ``max_failures``. A resumed epoch with fewer than 100
-        calls left is too short to judge: at its end, no fraction of failed calls raises. Contexts
-        of ``setup`` are not saved.
+        Failures are counted from 0 again for ``max_failures``. Contexts of ``setup`` are not saved.
 
         Returns:
             A dict of numbers, strings and lists, and the source's own state.

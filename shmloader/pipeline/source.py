@@ -43,10 +43,8 @@ class SourceReader:
     A source with a state of its own has loaded ``start.saved`` before.
     """
 
-    def __init__(
-        self, config: PipelineConfig, start: Checkpoint | None, *, is_resumed: bool
-    ) -> None:
-        self.start, self.is_resumed = start, is_resumed
+    def __init__(self, config: PipelineConfig, start: Checkpoint | None) -> None:
+        self.start = start
         self._source: Any = config.source
         self._has_state = start is not None and has_own_state(config.source)
         self._every = config.snapshot_every if self._has_state else 0

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shmloader.batch.failures import RemoteError, describe_index
-from shmloader.engine.failures import JUDGED_FROM, FailureLimit
+from shmloader.engine.failures import FailureLimit
 from shmloader.errors import TooManyFailures
 from shmloader.pipeline.config import StageConfig
 
@@ -128,14 +128,13 @@ class FailedItem:
 
 
 class FailureCounter(FailureLimit):
-    """Counts the calls of one epoch that share a limit. Used under the flow's lock.
+    """Counts the calls of one epoch, of all stages. Used under the flow's lock.
 
     With None, the first failure is raised. Calls before a resumed epoch are not counted.
     """
 
-    def __init__(self, max_failures: int | Fraction | None, *, is_resumed: bool) -> None:
+    def __init__(self, max_failures: int | Fraction | None) -> None:
         super().__init__(max_failures, may_all_fail=False)
-        self._is_resumed = is_resumed
         self._last: FailedItem | None = None
 
     def add_failed(self, failed: FailedItem) -> TooManyFailures | None:
@@ -144,12 +143,8 @@ class FailureCounter(FailureLimit):
         return self._error_if(self.add_samples(1, 1))
 
     def end(self) -> TooManyFailures | None:
-        """Return the exception to raise at the epoch's end, if too many or all calls failed.
-
-        A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
-        """
-        is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
-        return self._error_if(is_judged and self.is_too_much)
+        """Return the exception to raise at the epoch's end, if too many or all calls failed."""
+        return self._error_if(self.is_too_much)
 
     def _error_if(self, is_passed: bool) -> TooManyFailures | None:
         last = self._last
@@ -188,7 +183,7 @@ class Stage:
     Attributes:
         inbox: The queue before the stage.
         is_fed: Whether further items may come to the inbox.
-        working: The jobs that executors have, oldest first.
+        working: The jobs that executors have.
         free: How many further items the stage can take in.
         held: With ``in_order``, all jobs in the stage. Otherwise, the jobs whose results wait for
             space in the queue.
@@ -197,7 +192,6 @@ class Stage:
         make_job: Returns a job of the stage for an item.
         number: The stage's number in the flow; the source is 0.
         config: The stage.
-        counter: Counts its calls.
         limit: Most items in the inbox.
         start: The checkpoint where the epoch begins; None if items have none.
     """
@@ -207,17 +201,16 @@ class Stage:
         make_job: Callable[..., Job],
         number: int,
         config: StageConfig,
-        counter: FailureCounter,
         limit: int,
         start: Checkpoint | None,
     ) -> None:
-        self._make_job, self.config, self.counter, self._limit = make_job, config, counter, limit
+        self._make_job, self.config, self._limit = make_job, config, limit
         # If the inbox was full, further items come only when it has so many items or fewer: the
         # source is then woken more rarely.
         self._low, self._is_full = (limit // 2 if number == 1 else limit - 1), False
         self.inbox: collections.deque[_Entry] = collections.deque()
         self.is_fed = True
-        self.working: dict[Job, None] = {}
+        self.working: set[Job] = set()
         self.free = config.capacity
         self.held: collections.deque[Job] = collections.deque()
         self.meter = Meter()
@@ -253,7 +246,7 @@ class Stage:
 
     def _run(self, job: Job, ready: list[Job]) -> None:
         job.ready_ns = job.flow.now_ns
-        self.working[job] = None
+        self.working.add(job)
         ready.append(job)
 
     def _hold(self, output: object, after: Checkpoint | None) -> None:
@@ -324,7 +317,7 @@ class Stage:
     def stop(self, job: Job) -> None:
         """Receive a job that has ended, or cannot continue."""
         self.meter.busy_ns += job.flow.now_ns - job.ready_ns
-        del self.working[job]
+        self.working.remove(job)
 
     def measure(self) -> None:
         """Add the time until now in which the present jobs were in work."""

@@ -1,10 +1,7 @@
-"""The statistics of a pipeline, as a frozen snapshot: how they print, and what they show.
-
-The verdict names the busiest stage, and those that are nearly as busy, since a slightly different
-run must not name another stage.
-"""
+"""The statistics of a pipeline, as a frozen snapshot: how they print, and what they show."""
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 from shmloader.grammar import as_html, counted, seconds, with_share
@@ -13,9 +10,6 @@ from shmloader.insight.verdict import IDLE_SHARE
 from shmloader.pipeline.flow import Flow
 
 _NS = 1e9
-
-#: A stage is named, too, if its share is smaller than the largest one by less than this.
-MARGIN = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,11 +69,10 @@ class PipelineStats:
         return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
-    def limiting(self) -> tuple[str, ...]:
-        """The names of the source and the stages that limit the speed, in the pipeline's order.
+    def limiting(self) -> str:
+        """The name of the source or the stage that limits the speed: the busiest one.
 
-        More than one if they limit about equally; ("the consumer",) if a faster pipeline would gain
-        nothing. Empty before the first item.
+        "the consumer" if a faster pipeline would gain nothing; "" before the first item.
         """
         return _judge(self)[0]
 
@@ -93,7 +86,7 @@ class PipelineStats:
 
         ``stages`` is a list of dicts, with the fields of :class:`PipelineStageStats`.
         """
-        found = {"wait_share": self.wait_share, "limiting": list(self.limiting)}
+        found = {"wait_share": self.wait_share, "limiting": self.limiting}
         return {**as_plain(self), **found, "verdict": self.verdict}
 
     def __str__(self) -> str:
@@ -134,22 +127,18 @@ def _row(stage: PipelineStageStats) -> list[str]:
     return [name.removeprefix("stage "), *numbers, seconds(mean_s), f"{busy:.0%}"]
 
 
-def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
+def _judge(stats: PipelineStats) -> tuple[str, str]:
     """Return what limits, and the verdict, by the first rule that holds."""
     if not stats.items:
-        return (), "No item has been delivered yet."
+        return "", "No item has been delivered yet."
     text = f"Your loop waited {with_share(stats.wait_s, stats.wait_share)} for items"
     if stats.wait_share < IDLE_SHARE:
-        return ("the consumer",), f"{text}, so a faster pipeline would gain nothing."
+        return "the consumer", f"{text}, so a faster pipeline would gain nothing."
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
-    least = max(stage.busy_share for stage in stages) - MARGIN
-    first, *others = (stage for stage in stages if stage.busy_share > least)
-    names = tuple(stage.name for stage in (first, *others))
-    if others:
-        more = f", {names[1]} and {len(others) - 1} more" if len(others) > 1 else f" and {names[1]}"
-        return names, f"{text}; {first.name}{more} limit about equally."
-    remedy = _REMEDIES.get(first.kind, "Raise its concurrency above {}.").format(first.concurrency)
-    return names, f"{text}; {first.name} limits. {remedy}"
+    busiest = max(stages, key=attrgetter("busy_share"))
+    remedy = _REMEDIES.get(busiest.kind, "Raise its concurrency above {}.")
+    remedy = remedy.format(busiest.concurrency)
+    return busiest.name, f"{text}; {busiest.name} limits. {remedy}"
 
 
 _REMEDIES = {

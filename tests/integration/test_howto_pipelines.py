@@ -17,4 +17,4 @@ def test_the_blocks_run_one_after_the_other(tmp_path):
     done = Program("\n".join(blocks), tmp_path / "page.py").finish()
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
-    assert "In work: stage 'hang' (1 item)." in done.out
+    assert "no item within 0.1 seconds." in done.out

@@ -21,10 +21,10 @@ END_S = 5.0
 LARGE = 300_000
 
 
-def on_processes(op, source, *, concurrency=2, sink=2, **options):
+def on_processes(op, source, *, concurrency=2, sink=2, max_failures=None, **options):
     builder = PipelineBuilder().add_source(source)
     builder.pipe(op, executor="process", concurrency=concurrency, **options)
-    return builder.add_sink(sink).build()
+    return builder.add_sink(sink).build(max_failures=max_failures)
 
 
 def pids():

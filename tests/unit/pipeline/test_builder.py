@@ -62,7 +62,6 @@ class Indexed:
         ),
         (lambda: with_source().pipe(coro, executor="process"), ValueError, ["the op is async"]),
         (lambda: with_source().pipe(op, output_order="any"), ValueError, ["output_order", "'any'"]),
-        (lambda: with_source().pipe(op, max_failures=1.5), ValueError, ["at most 1", "=1.5"]),
         (lambda: with_source().aggregate(0), ValueError, ["n ", "=0"]),
         (lambda: with_source().aggregate(2, 1), TypeError, ["drop_last", "=1"]),
         (lambda: with_source().add_sink(0), ValueError, ["buffer_size", "=0"]),
@@ -70,6 +69,7 @@ class Indexed:
         (lambda: with_sink().build(num_threads=0), ValueError, ["num_threads", "=0"]),
         (lambda: with_sink().build(timeout=-1), ValueError, ["timeout", "=-1"]),
         (lambda: with_sink().build(max_failures=0.0), ValueError, ["max_failures", "above 0"]),
+        (lambda: with_sink().build(max_failures=1.5), ValueError, ["at most 1", "=1.5"]),
         (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
         (
             lambda: PipelineBuilder().add_source([1], snapshot_every_n_steps=-1),

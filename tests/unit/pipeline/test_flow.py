@@ -32,7 +32,7 @@ class Hand:
         ]
         config = PipelineConfig(iter(()), tuple(configs), sink, 1, None, None, 1)
         source = StageConfig("the source", "source", makes_many=True)
-        reader = SourceReader(config, None, is_resumed=False)
+        reader = SourceReader(config, None)
         runners = [(stage, self) for stage in (source, *configs)]
         self.flow = Flow(config, runners, FailureList(), reader, lambda: self.now_ns)
         self.flow.begin()

@@ -68,12 +68,12 @@ async def use_twice_soon(number, connection):
     yield use(number, connection)
 
 
-def build(op, setup, teardown=None, *, source=range(40), concurrency=3, **options):
-    builder = PipelineBuilder().add_source(source)
+def build(op, setup, teardown=None, *, concurrency=3, max_failures=None, **options):
+    builder = PipelineBuilder().add_source(range(40))
     builder.pipe(
         op, name="load", concurrency=concurrency, setup=setup, teardown=teardown, **options
     )
-    return builder.add_sink().build(num_threads=3)
+    return builder.add_sink().build(num_threads=3, max_failures=max_failures)
 
 
 @pytest.mark.parametrize(("op", "times"), [(use, 1), (use_twice, 2)])

@@ -156,17 +156,17 @@ class Failing(concurrent.futures.Executor):
 def test_what_an_executor_loses_does_not_count_as_failed_items():
     error = concurrent.futures.BrokenExecutor("the cluster is gone")
     builder = PipelineBuilder().add_source(range(2))
-    builder.pipe(double, executor=Failing(error), concurrency=4, max_failures=1000)
+    builder.pipe(double, executor=Failing(error), concurrency=4)
     with pytest.raises(type(error), match="gone"):
-        list(builder.add_sink(2).build(timeout=SOON_S))
+        list(builder.add_sink(2).build(timeout=SOON_S, max_failures=1000))
 
 
 def test_an_executor_that_was_shut_down_is_told_whatever_may_fail():
     pool = concurrent.futures.ThreadPoolExecutor(1)
     pool.shutdown()
-    builder = PipelineBuilder().add_source(range(2)).pipe(double, executor=pool, max_failures=9)
+    builder = PipelineBuilder().add_source(range(2)).pipe(double, executor=pool)
     with pytest.raises(concurrent.futures.BrokenExecutor, match="after shutdown"):
-        list(builder.add_sink(2).build(timeout=SOON_S))
+        list(builder.add_sink(2).build(timeout=SOON_S, max_failures=9))
 
 
 def meet(parties):
@@ -435,12 +435,10 @@ def test_a_coroutine_that_nobody_awaits_is_an_error(executor):
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("of_stage", [True, False])
-def test_failed_items_are_left_out_counted_and_listed(bad, of_stage, caplog):
+def test_failed_items_are_left_out_counted_and_listed(bad, caplog):
     caplog.set_level(logging.WARNING, "shmloader")
-    builder = PipelineBuilder().add_source(range(10))
-    builder.pipe(bad(2, 5), name="checked", max_failures=2 if of_stage else None)
-    pipeline = builder.add_sink().build(max_failures=None if of_stage else 2)
+    builder = PipelineBuilder().add_source(range(10)).pipe(bad(2, 5), name="checked")
+    pipeline = builder.add_sink().build(max_failures=2)
     for epoch in (1, 2):
         assert list(pipeline) == [0, 1, 3, 4, 6, 7, 8, 9]
         assert pipeline.failures.total == 2 * epoch
@@ -471,11 +469,9 @@ def test_a_list_of_failures_keeps_a_url_and_nothing_large():
     assert len(other) < 100
 
 
-@pytest.mark.parametrize("of_stage", [True, False])
-def test_past_the_limit_too_many_failures_is_raised_with_the_ops_exception_as_cause(of_stage):
-    builder = PipelineBuilder().add_source(range(10))
-    builder.pipe(bad_at(2, 5, 7), name="checked", max_failures=2 if of_stage else None)
-    pipeline = builder.add_sink().build(max_failures=None if of_stage else 2)
+def test_past_the_limit_too_many_failures_is_raised_with_the_ops_exception_as_cause():
+    builder = PipelineBuilder().add_source(range(10)).pipe(bad_at(2, 5, 7), name="checked")
+    pipeline = builder.add_sink().build(max_failures=2)
     taken = []
     with pytest.raises(TooManyFailures, match="max_failures=2") as caught:
         taken.extend(pipeline)
@@ -487,24 +483,19 @@ def test_past_the_limit_too_many_failures_is_raised_with_the_ops_exception_as_ca
     assert pipeline.failures.total == 3
 
 
-def test_a_limit_of_the_pipeline_counts_the_stages_that_have_none_of_their_own():
-    def make(limit, own):
-        builder = PipelineBuilder().add_source(range(20)).pipe(bad_at(1, 2), max_failures=own)
-        return builder.pipe(bad_soon_at(3)).pipe(bad_at(4)).add_sink().build(max_failures=limit)
+def test_the_limit_counts_the_calls_of_all_stages():
+    def make(limit):
+        ops = bad_at(1, 2), bad_soon_at(3), bad_at(4)
+        return chain(range(20), *ops, max_failures=limit)
 
-    assert len(list(make(4, None))) == 16
+    assert len(list(make(4))) == 16
     with pytest.raises(TooManyFailures, match=r"4 of \d+ calls failed, .* max_failures=3"):
-        list(make(3, None))
-    assert len(list(make(2, 2))) == 16
-    with pytest.raises(TooManyFailures, match=r"2 of \d+ calls failed, .* max_failures=1"):
-        list(make(4, 1))
+        list(make(3))
 
 
-@pytest.mark.parametrize("of_stage", [True, False])
-def test_an_epoch_in_which_all_failed_raises(of_stage):
-    builder = PipelineBuilder().add_source(range(3))
-    builder.pipe(bad_at(0, 1, 2), max_failures=Fraction(1) if of_stage else None)
-    pipeline = builder.aggregate(2).add_sink().build(max_failures=None if of_stage else Fraction(1))
+def test_an_epoch_in_which_all_failed_raises():
+    builder = PipelineBuilder().add_source(range(3)).pipe(bad_at(0, 1, 2))
+    pipeline = builder.aggregate(2).add_sink().build(max_failures=Fraction(1))
     with pytest.raises(TooManyFailures, match=r"(\d) of \1 calls failed"):
         list(pipeline)
 

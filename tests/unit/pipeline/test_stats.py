@@ -1,9 +1,8 @@
-"""A pipeline's statistics, its verdict, and what a timeout says of its stages."""
+"""A pipeline's statistics, and its verdict."""
 
 import asyncio
 import dataclasses
 import json
-import queue
 import re
 import threading
 import time
@@ -13,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmloader import PipelineBuilder
-from shmloader.pipeline.stats import MARGIN, PipelineStageStats, PipelineStats
-from tests.process.support import wait_until
+from shmloader.pipeline.stats import PipelineStageStats, PipelineStats
 from tests.unit.pipeline.support import SOON_S, Gate, chain
 from tests.wording import long_sentences, sentences_of
 
@@ -45,8 +43,8 @@ async def soon(number):
 
 def test_each_stage_counts_what_goes_in_and_out_fails_and_is_left_out():
     builder = PipelineBuilder().add_source(range(40)).pipe(soon, concurrency=4)
-    builder.pipe(fail_tens, max_failures=4).pipe(drop_odd, name="even").pipe(twice)
-    pipeline = builder.aggregate(8).add_sink(5).build()
+    builder.pipe(fail_tens).pipe(drop_odd, name="even").pipe(twice)
+    pipeline = builder.aggregate(8).add_sink(5).build(max_failures=4)
     assert len(list(pipeline)) == 4
     stats = pipeline.stats()
     assert [
@@ -125,7 +123,7 @@ def test_a_stage_that_is_stuck_shows_while_it_is():
     pipeline = chain(range(9), same, op)
     with pipeline.auto_stop():
         assert pipeline.get_item(SOON_S) == 0
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"within 0.3 seconds\. Nothing is lost"):
             pipeline.get_item(0.3)
         found = []
         other = threading.Thread(target=lambda: found.append(pipeline.stats()))
@@ -170,26 +168,26 @@ def judged(*stages, **changes):
 @pytest.mark.parametrize(
     ("stats", "limiting", "words"),
     [
-        (judged(items=0), (), ["No item"]),
+        (judged(items=0), "", ["No item"]),
         (
             judged(stage("the source", 1.0), wait_s=0.4),
-            ("the consumer",),
+            "the consumer",
             ["waited 400 ms (4%)", "gain nothing"],
         ),
         (
             judged(stage("the source", 0.99), stage("a", 0.5)),
-            ("the source",),
+            "the source",
             ["the source limits. Let it yield only keys"],
         ),
         (
             judged(stage("the source", 0.1), stage("a", 0.5), stage("b", 0.95)),
-            ("b",),
+            "b",
             ["waited 5.00 s (50%)", "b limits. Raise its concurrency above 1"],
         ),
         (
             judged(stage("the source", 0.1), stage("a", 0.93), stage("b", 0.95)),
-            ("a", "b"),
-            ["; a and b limit about equally."],
+            "b",
+            ["; b limits. Raise"],
         ),
     ],
 )
@@ -225,61 +223,6 @@ def test_a_verdict_is_a_cause_and_mostly_an_action(stages, wait_s):
     assert stats.verdict.count("%") == 1, "the only share is that of the wait"
 
 
-def test_a_small_difference_does_not_change_what_is_named():
-    for first in (0.9, 0.92, 0.96, 0.99):
-        for second in (0.91, 0.93, 0.95, 0.98):
-            assert abs(first - second) < MARGIN
-            assert judged(stage("a", first), stage("b", second)).limiting == ("a", "b")
-
-
-def text_of_timeout(pipeline, timeout_s=0.01):
-    with pytest.raises(TimeoutError) as caught:
-        pipeline.get_item(timeout_s)
-    text = str(caught.value)
-    assert text.startswith(f"the pipeline returned no item within {timeout_s} seconds. Nothing is")
-    return text
-
-
-def test_the_stage_that_has_items_in_work_is_named():
-    gate = Gate()
-
-    def decode(item):
-        gate.pass_through()
-        return item
-
-    async def load(item):
-        await asyncio.sleep(0)
-        return item
-
-    builder = PipelineBuilder().add_source(range(3)).pipe(load)
-    builder.pipe(decode, concurrency=2).aggregate(4).pipe(sum, name="add")
-    with builder.add_sink().build().auto_stop() as pipeline:
-        gate.wait_until_reached(2)
-        wait_until(lambda: "the source" not in text_of_timeout(pipeline))
-        text = text_of_timeout(pipeline)
-        gate.open()
-        assert pipeline.get_item(SOON_S) == 3
-    assert text.endswith(" In work: stage 'decode' (2 items)."), text
-
-
-def test_a_source_that_yields_nothing_is_named():
-    inbox: queue.SimpleQueue = queue.SimpleQueue()
-    with chain(iter(inbox.get, None), abs).auto_stop() as pipeline:
-        text = text_of_timeout(pipeline)
-        inbox.put(None)
-    assert text.endswith(" In work: the source (1 item).")
-
-
-def test_a_process_that_has_an_item_is_named():
-    builder = PipelineBuilder().add_source(range(1)).pipe(wait_for_ever, executor="process")
-    with builder.add_sink().build().auto_stop() as pipeline:
-        wait_until(lambda: "'wait_for_ever' (1 item" in text_of_timeout(pipeline))
-
-
-def wait_for_ever(item):
-    threading.Event().wait()
-
-
 def test_statistics_as_a_dict_are_json() -> None:
     assert json.loads(json.dumps(PipelineStats().to_dict())) == {
         "state": "not started",
@@ -288,7 +231,7 @@ def test_statistics_as_a_dict_are_json() -> None:
         "elapsed_s": 0.0,
         "wait_s": 0.0,
         "wait_share": 0.0,
-        "limiting": [],
+        "limiting": "",
         "verdict": "No item has been delivered yet.",
     }
     stage = PipelineStageStats("stage 'decode'", "thread", 4, items_in=3)
