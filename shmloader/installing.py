@@ -93,7 +93,6 @@ class StandIn(DataLoader[Any]):
     # What the loader's class may override, which are properties of torch's.
     _auto_collation: Any = None
     _index_sampler: Any = None
-    _passes_epochs = False  # torch's loader passes none, and has no set_epoch()
 
     def __init__(self, loader: Any, installation: "_Installation") -> None:
         # torch's constructor has checked its arguments for the loader. It is not called again,

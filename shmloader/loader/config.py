@@ -24,7 +24,7 @@ from shmloader.loader.options import DEFAULTS, WorkerScope, read_options, slot_s
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import Ranks
-from shmloader.sampling.hooks import DatasetEpoch, seekable
+from shmloader.sampling.hooks import seekable
 from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.streams.stream import Stream
@@ -239,7 +239,7 @@ def config_of(loader: Any) -> LoaderConfig:
         sample_timeout_s=values.get("sample_timeout"),
         is_threaded=loader.thread_pool,
         takes_arrays=takes_arrays,
-        told_epoch=parts.dataset_epoch.told if count and not is_host else None,
+        told_epoch=parts.told_epoch if count and not is_host else None,
         has_budget=keeps_size and any(map(seekable, loader._all_samplers)),
         reads=stream is not None,
     )
@@ -320,6 +320,7 @@ class LoaderParts:
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         loaded_generators: Names of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
+        told_epoch: The number that the dataset was told for the newest epoch; None for no call.
         has_looked_for_lists: Whether very long lists in the dataset were looked for already.
         has_warned_of_idle: Whether a warning of workers without a batch was given.
     """
@@ -331,12 +332,12 @@ class LoaderParts:
     checkpoints: DatasetCheckpoints | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
     loaded_generators: tuple[str, ...] = ()
+    told_epoch: int | None = None
     has_looked_for_lists: bool = False
     has_warned_of_idle: bool = False
 
     # Made when they are needed: a program may have very many loaders.
     failures = functools.cached_property[FailureList[FailedSample]](lambda _: FailureList())
-    dataset_epoch = functools.cached_property(lambda _: DatasetEpoch())
     executor_key = functools.cached_property(lambda _: os.urandom(16))
     task_numbers = functools.cached_property(lambda _: itertools.count())
 

@@ -87,7 +87,7 @@ class Workers:
 
     def begin_epoch(self) -> None:
         """Prepare for an epoch whose first index batch is drawn next."""
-        self.pool.dataset_epoch = self._parts.dataset_epoch.told
+        self.pool.dataset_epoch = self._parts.told_epoch
         if self._arrays is not None:
             self._arrays.begin_epoch()
 

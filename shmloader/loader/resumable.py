@@ -32,6 +32,7 @@ from shmloader.pools.adapting import Adapter
 from shmloader.sampling.hooks import (
     check_planned,
     has_state_methods,
+    set_dataset_epoch,
     told_datasets,
     told_of_epochs,
 )
@@ -116,8 +117,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _counter: EpochCounter | None = None
     _is_closed = False
     _has_warned_of_epoch = False
-    #: Whether the dataset is told the numbers of epochs.
-    _passes_epochs = True
 
     _own_parts: LoaderParts | None = None
 
@@ -298,11 +297,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         With a ``seed``, calling ``set_epoch`` of the sampler itself sets the number of the next
         epoch as well, if the sampler has an attribute ``epoch`` with that number.
 
-        If the dataset has ``set_epoch``, that is called with the number when an epoch begins: in
-        this process, before iterators or workers are made, and in workers that have the dataset
-        already. Without a call of this method, the loader's own count is passed, unless you have
-        called ``set_epoch`` of the dataset itself. The datasets in torch's ``Subset``,
-        ``ConcatDataset`` and ``ChainDataset`` count, too.
+        From this call on, the dataset's ``set_epoch``, if it has one, is called with the number of
+        each epoch when that begins: in this process, before iterators or workers are made, and in
+        workers that have the dataset already. So it is after the state of such a run was loaded.
+        The datasets in torch's ``Subset``, ``ConcatDataset`` and ``ChainDataset`` count, too.
 
         Without a seed, such a sampler or such a dataset, nothing depends on the number: a warning
         says so, once.
@@ -316,7 +314,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         plan = self._present_plan
         plan.set_epoch(epoch)
-        self._parts.dataset_epoch.is_named = True
         sampler = plan.order.index_sampler
         is_told = told_of_epochs(sampler) is not None or told_datasets(self.dataset)
         if not (is_told or self._sample_seed is not None or self._has_warned_of_epoch):
@@ -346,12 +343,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 loaded = DatasetCheckpoints.load(plan.resumed["datasets"], self.num_workers)
                 self._parts.resumed_checkpoints = loaded
         plan.begin(draws_seed=draws_seed)
-        if self._passes_epochs and told_datasets(self.dataset):
-            parts = self._parts
-            has_workers = not draws_seed or parts.host_pool is not None
-            has_workers = has_workers and self.num_workers > 0 and not self.thread_pool
-            assert plan.counter.newest is not None
-            parts.dataset_epoch.begin(self.dataset, plan.counter.newest, has_workers=has_workers)
+        if plan.tells_dataset:
+            epoch = self._parts.told_epoch = plan.counter.newest
+            assert epoch is not None
+            set_dataset_epoch(self.dataset, epoch)
 
     @contextlib.contextmanager
     def _resuming(self, plan: EpochPlan) -> Iterator[None]:
@@ -429,6 +424,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             "persistent": bool(self.persistent_workers),
             **plan.state_dict(draws_seed=not self._has_workers, in_order=in_order),
         }
+        if plan.tells_dataset:
+            state["tells_dataset"] = True
         self._add_checkpoints(state, plan)
         return sealed(state)
 

@@ -14,13 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Subset
 
-from shmloader.grammar import warn_user
 from shmloader.interruptions import Caught, attempt, probe
 from shmloader.messages import Unsaved
 
 _T = TypeVar("_T")
-
-_MISSING = object()
 
 # How much of an error's text is kept. It has to fit into a message.
 _CAUSE_CHARACTERS = 1000
@@ -155,64 +152,3 @@ def told_datasets(dataset: object) -> list[Any]:
     if type(dataset) in (ConcatDataset, ChainDataset):
         return [found for each in probe(dataset, "datasets", ()) for found in told_datasets(each)]
     return []
-
-
-class DatasetEpoch:
-    """Decides which number the dataset of one loader is told. Used on the user's thread.
-
-    A loader tells the dataset in its own process when an epoch begins, before workers get a copy,
-    and sends the number to workers that have theirs already. A number that the user has set in the
-    dataset is kept, unless ``set_epoch()`` of the loader was called as well.
-
-    Attributes:
-        told: The number that the dataset was told for the newest epoch; None if it was told none.
-        is_named: Whether ``set_epoch()`` of the loader was called. Then the loader's numbers count.
-    """
-
-    __slots__ = ("_has_warned", "_is_users", "_left", "is_named", "told")
-
-    def __init__(self) -> None:
-        self.told: int | None = None
-        self.is_named = False
-        self._is_users = self._has_warned = False
-        # What the dataset was like after it was told; a mark as _mark_of() returns it.
-        self._left: object = None
-
-    def begin(self, dataset: object, epoch: int, *, has_workers: bool) -> None:
-        """Tell the dataset the number of an epoch that begins, unless the user sets its numbers."""
-        self.told = None
-        told = told_datasets(dataset)
-        if not told:
-            return
-        if self.is_named or not self._is_left_to_user(told[0], epoch, has_workers=has_workers):
-            set_dataset_epoch(dataset, epoch)
-            self.told = epoch
-        self._left = _mark_of(told[0])
-
-    def _is_left_to_user(self, dataset: object, epoch: int, *, has_workers: bool) -> bool:
-        """Whether the dataset is not told, since the user sets its epochs, or may have done so."""
-        mark = _mark_of(dataset)
-        if self._left is None:
-            if not isinstance(mark, int):
-                return not epoch  # the first epoch is the one that the dataset is at
-            was_set = mark > 0 and mark not in (epoch - 1, epoch)
-        else:
-            was_set = mark != self._left
-        self._is_users |= was_set and mark != epoch
-        if was_set and has_workers and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"the {type(dataset).__name__} was changed, for instance by its set_epoch(), but "
-                "running workers have copies that do not see the change. Call set_epoch() of the "
-                "loader instead: it passes the number to the dataset, here and in all workers."
-            )
-        return self._is_users
-
-
-def _mark_of(dataset: object) -> object:
-    """Return the dataset's ``epoch``, -1 for None; without one, what shows that one was set."""
-    for name in ("epoch", "_epoch"):
-        epoch = probe(dataset, name, _MISSING)
-        if epoch is None or type(epoch) is int:
-            return -1 if epoch is None else epoch
-    return [(name, id(value)) for name, value in probe(dataset, "__dict__", {}).items()]

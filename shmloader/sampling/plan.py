@@ -47,18 +47,20 @@ class EpochPlan:
         resumed: The loaded state with which the next epoch begins; None if there is none.
         generator: The loader's generator, which users may replace between epochs.
         sources: What the loader has made the order from.
+        tells_dataset: Whether the dataset is told the epochs: ``set_epoch()`` of the loader was
+            called here, or in the run whose state was loaded.
     """
 
     # A program may keep very many loaders.
     __slots__ = (
         "_was_persistent", "counter", "generator", "is_continued", "is_elsewhere", "newest",
-        "order", "resumed", "sources",
+        "order", "resumed", "sources", "tells_dataset",
     )  # fmt: skip
 
     def __init__(self, order: Any, counter: EpochCounter) -> None:
         self.order = self.newest = order
         self.counter = counter
-        self.is_continued = self.is_elsewhere = False
+        self.is_continued = self.is_elsewhere = self.tells_dataset = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
         self.sources: tuple[object, ...] = ()
@@ -86,6 +88,7 @@ class EpochPlan:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; a loaded state of another epoch is discarded."""
         self.counter.name(epoch)
+        self.tells_dataset = True
         self.drop_state_of_another()
         self.order.set_epoch(self.counter.next)
 
@@ -206,5 +209,6 @@ class EpochPlan:
         self.order.check_progress(state)
         with self.counter.telling():
             self.state.restore(state["sampler"])
+        self.tells_dataset |= "tells_dataset" in state
         self.resumed = state
         self.counter.next = state["epoch"]

@@ -1,8 +1,7 @@
-"""``set_epoch()`` of datasets: the loader passes its numbers, here and in all workers."""
+"""The loader's ``set_epoch()`` reaches datasets that have one, here and in all workers."""
 
 import concurrent.futures
 import multiprocessing
-import warnings
 from typing import Any
 
 import pytest
@@ -66,6 +65,7 @@ def test_the_loaders_count_reaches_spawned_workers() -> None:
 
 def check_count(kind, workers, seed) -> None:
     with DataLoader(kind(), 2, seed=seed, **workers) as loader:
+        loader.set_epoch(0)
         assert [epochs_in(loader) for _ in range(3)] == [{0}, {1}, {2}]
         loader.set_epoch(7)
         assert [epochs_in(loader) for _ in range(2)] == [{7}, {8}]
@@ -78,6 +78,7 @@ def test_an_executors_processes_are_told() -> None:
         for persists in (False, True):
             options: dict[str, Any] = {"executor": executor, "num_workers": 1, "seed": 0}
             with DataLoader(Samples(), 2, persistent_workers=persists, **options) as loader:
+                loader.set_epoch(0)
                 assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
                 loader.set_epoch(7)
                 assert epochs_in(loader) == {7}
@@ -97,6 +98,7 @@ def test_a_worker_is_told_once_in_an_epoch() -> None:
             return self.calls
 
     with DataLoader(Calls(), 2, num_workers=1, persistent_workers=True) as loader:
+        loader.set_epoch(0)
         assert [epochs_in(loader) for _ in range(3)] == [{1}, {2}, {3}]
         assert loader.dataset.calls == 3
 
@@ -115,6 +117,7 @@ def test_a_replaced_worker_is_in_the_present_epoch() -> None:
     options: dict[str, Any] = {"multiprocessing_context": "forkserver", "worker_restarts": 1}
     options |= {"num_workers": 1, "persistent_workers": True}
     with DataLoader(dataset, 2, **options) as loader:
+        loader.set_epoch(0)
         assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
 
 
@@ -139,40 +142,30 @@ def test_a_resumed_epoch_has_its_number_before_the_dataset_loads_its_state() -> 
         with DataLoader(Loads(), 2, num_workers=workers) as other:
             other.load_state_dict(state)
             assert epochs_in(other) == {5}
+            epochs_in(other)
+            assert other.dataset.epoch == 6
 
 
 def test_datasets_in_torchs_wrappers_are_told() -> None:
     samples = Subset(ConcatDataset([Samples(), Samples()]), range(16))
     for dataset in (samples, ChainDataset([Stream(), Stream()])):
         with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
+            loader.set_epoch(0)
             assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}])
-def test_numbers_that_the_user_sets_are_kept(workers) -> None:
+def test_nothing_is_told_before_the_loaders_set_epoch(workers) -> None:
     dataset = Samples()
     with DataLoader(dataset, 2, **workers) as loader:
-        for epoch in (5, 6, 7, 7, 3):
+        assert [epochs_in(loader) for _ in range(2)] == [{0}, {0}]
+        for epoch in (5, 7, 3):
             dataset.set_epoch(epoch)
             assert epochs_in(loader) == {epoch}
+        assert "tells_dataset" not in loader.state_dict()
         loader.set_epoch(9)
         assert epochs_in(loader) == {9}
-
-
-def test_persistent_workers_do_not_see_the_users_numbers_which_is_said_once() -> None:
-    dataset = Samples()
-    with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
-        assert epochs_in(loader) == {0}
-        dataset.set_epoch(4)
-        with pytest.warns(UserWarning, match=r"Samples was changed, .*set_epoch") as caught:
-            epochs_in(loader)
-        assert caught[0].filename == __file__
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            dataset.set_epoch(5)
-            epochs_in(loader)
-            loader.set_epoch(6)
-            assert epochs_in(loader) == {6}
+        assert dataset.calls == 4
 
 
 @pytest.mark.parametrize("kind", [Samples, Stream])
@@ -184,6 +177,7 @@ def test_what_set_epoch_raises_in_a_worker_is_raised_to_the_user(kind) -> None:
             self.epoch = epoch
 
     with DataLoader(Fails(), 2, num_workers=1, persistent_workers=True) as loader:
+        loader.set_epoch(0)
         assert epochs_in(loader) == {0}
         with pytest.raises(LookupError, match="Caught LookupError in DataLoader worker process 0"):
             next(iter(loader))
