@@ -6,9 +6,9 @@ padding, and the cost of the most expensive rank of a step over the mean of its 
 sequence of L tokens costs ``a * L + L**2`` with a = 6 * 4096. "torch" is what torch's samplers
 make: batches of as many samples as fit the budget on average, in random order, then padded.
 
-The second table has the time to plan: to the first batch, from the lengths on; to go on in the
-midst of an epoch, from a saved state on; all batches, drawn as lists; and ``len()`` alone. Times
-are CPU time of the one thread that plans, which other programs hardly change.
+The second table has the time to plan: to the first batch, from the lengths on; all batches, drawn
+as lists, which is the most that resuming takes; and ``len()`` alone. Times are CPU time of the one
+thread that plans, which other programs hardly change.
 
 Every run is recorded at once, and a campaign that was interrupted continues where it was. A full
 campaign takes some minutes, and writes the section of ``RESULTS.md``.
@@ -52,7 +52,6 @@ _SMALLEST = 20_000
 # For each figure of the times: its title, a factor, how it is written.
 TIMES = {
     "first_s": ("first batch, ms", 1e3, ".1f"),
-    "resume_s": ("go on in the midst, ms", 1e3, ".1f"),
     "all_s": ("all batches, s", 1, ".2f"),
     "len_s": ("len(), s", 1, ".2f"),
 }
@@ -107,11 +106,7 @@ def measure_times(count: int) -> dict[str, float]:
     if len(counted) != batch_count:
         raise RuntimeError("len() is not the number of batches")
     len_s = time.thread_time() - began_s
-    place = counted.place(batch_count // 2)  # saved states have it
-    began_s = time.thread_time()
-    next(make().seek(batch_count // 2, place))
-    resume_s = time.thread_time() - began_s
-    return {"first_s": first_s, "resume_s": resume_s, "all_s": all_s, "len_s": len_s}
+    return {"first_s": first_s, "all_s": all_s, "len_s": len_s}
 
 
 # ---------------------------------------------------------------- the section

@@ -24,7 +24,7 @@ from shmloader.loader.options import DEFAULTS, WorkerScope, read_options, slot_s
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import Ranks
-from shmloader.sampling.hooks import seekable
+from shmloader.sampling.hooks import is_planned
 from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.streams.stream import Stream
@@ -240,7 +240,7 @@ def config_of(loader: Any) -> LoaderConfig:
         is_threaded=loader.thread_pool,
         takes_arrays=takes_arrays,
         told_epoch=parts.told_epoch if count and not is_host else None,
-        has_budget=keeps_size and any(map(seekable, loader._all_samplers)),
+        has_budget=keeps_size and any(map(is_planned, loader._all_samplers)),
         reads=stream is not None,
     )
     config = LoaderConfig(

@@ -29,7 +29,7 @@ from shmloader.loader.options import (
 from shmloader.loader.resumable import FixedArgument
 from shmloader.process_state import PROCESS
 from shmloader.sampling.arguments import Ranks, divides_for_ranks, whole_number
-from shmloader.sampling.hooks import seekable
+from shmloader.sampling.hooks import is_planned
 from shmloader.sampling.loader_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
@@ -290,7 +290,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 is_sharded=True,
             )
             last_batch = "discard" if self.drop_last else self.last_batch or "pad"
-            if probe(seekable(batches), "last_batch") == "discard":
+            if is_planned(batches) and batches.last_batch == "discard":
                 last_batch = "discard"
         carries = last_batch == "rollover" and self._plan is not None
         order = self._seeded_order(

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Subset
@@ -96,24 +96,13 @@ def epoch_of(sampler: object) -> int | None:
     return epoch if type(epoch) is int and epoch >= 0 else None
 
 
-# Samplers that begin anywhere -------------------------------------------------------------
+# Batches that are planned -----------------------------------------------------------------
 
 
-def seekable(sampler: object) -> Any:
-    """Return a sampler that can begin an epoch at any item; None for any other.
-
-    These are ours, with ``can_seek``, and have three methods:
-
-    * ``seek(position, place)`` returns an iterator of the next epoch from an item on, which costs
-      little compared with drawing the items before, and less with the item's place.
-    * ``place(position)`` returns the place of an item of the newest epoch for ``seek`` in another
-      process: a list of ints, or None if it is not known.
-    * ``fill_step(items, count)`` returns ``count`` items for a last step that has fewer, and how
-      many of these, the first ones, have no sample that the epoch has had before.
-    """
-    # A user's class may have an attribute of any name, but none that it does not know.
-    can_seek = getattr(type(sampler), "can_seek", False)
-    return sampler if can_seek and sampler.can_seek is True else None  # type: ignore[attr-defined]
+def is_planned(sampler: object) -> TypeGuard[Any]:
+    """Whether a sampler is a ``TokenBatches``, whose batches are planned."""
+    # An object of a user's may have an attribute of any name.
+    return getattr(type(sampler), "has_plan", False) is True
 
 
 def check_planned(sampler: object, batch_sampler: object, dataset: Any) -> None:
@@ -122,15 +111,14 @@ def check_planned(sampler: object, batch_sampler: object, dataset: Any) -> None:
     Also if they are given as ``sampler``. Called with the arguments of a loader when it is
     constructed. A dataset may have no length.
     """
-    if seekable(sampler) is not None:
+    if any(map(is_planned, (sampler, probe(sampler, "sampler")))):
         raise ValueError(
             f"a {type(sampler).__name__} of batches yields lists of indices: give it as "
             "batch_sampler, not as sampler"
         )
     for each in (batch_sampler, probe(batch_sampler, "sampler")):
-        check = probe(seekable(each), "check_dataset")
-        if check is not None and not isinstance(attempt(len, dataset), Caught):
-            check(dataset)
+        if is_planned(each) and not isinstance(attempt(len, dataset), Caught):
+            each.check_dataset(dataset)
 
 
 # Epochs of datasets -----------------------------------------------------------------------

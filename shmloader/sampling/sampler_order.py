@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from shmloader.sampling.hooks import seekable, set_epoch_of
+from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.loader_samplers import RolloverBatchSampler, carries_over
 from shmloader.sampling.rng import (
@@ -197,20 +197,16 @@ class EpochDraw(Iterator[Any]):
     def _pass_over(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator of the batches from the position on.
 
-        Those before are drawn; of a sampler that can seek, only the last one of them. Raises
-        ValueError if that is not the batch that was delivered.
+        Those before are drawn. Raises ValueError if the last one of them is not the batch that was
+        delivered.
         """
         epoch, last = self._epoch, None
         start, kind = epoch.progress.start, describe(self._order.index_sampler)
-        planned, first = seekable(self._order.index_sampler), 0
-        if planned is not None and start:
-            first = start - 1
-            items = only_next(planned.seek(first, epoch.saved.get("place")))
-        passed = first
-        for passed, last in enumerate(itertools.islice(items, start - first), first + 1):  # noqa: B007
+        passed = 0
+        for passed, last in enumerate(itertools.islice(items, start), 1):  # noqa: B007
             pass
         if passed < start:
-            raise too_few(start, passed if planned is None else len(planned), kind)
+            raise too_few(start, passed, kind)
         epoch.check_passed(last, kind)
         return items
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 from shmloader.interruptions import probe
 from shmloader.messages import Unsaved
 from shmloader.sampling.arguments import is_cut_for_ranks
-from shmloader.sampling.hooks import ask_state, has_own_state, seekable
+from shmloader.sampling.hooks import ask_state, has_own_state, is_planned
 from shmloader.sampling.indices import as_list
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import (
@@ -87,7 +87,7 @@ def describe(index_sampler: object, *, has_facts: bool = False) -> str:
     kinds = map(attrgetter("__name__"), map(type, samplers))
     text = "(".join(kinds) + ")" * (len(samplers) - 1)
     for each in samplers if has_facts else ():
-        if getattr(type(each), "can_seek", False) and hasattr(each, "facts"):
+        if is_planned(each):
             text += f": {each.facts}"
     return text
 
@@ -289,14 +289,7 @@ class DrawnEpoch:
         for sampler in chain(index_sampler):
             if type(sampler) not in _TORCHS and is_known(sampler) and is_cut_for_ranks(sampler):
                 check = None
-        state = {**self.state, "last_checksum": check}
-        planned = None if type(index_sampler) in _TORCHS else seekable(index_sampler)
-        if planned is not None:
-            # The place of the last item before the position, if it is known.
-            is_start = position == self.progress.start
-            place = self.saved.get("place") if is_start else planned.place(position - 1)
-            state |= {} if place is None else {"place": place}
-        return state
+        return {**self.state, "last_checksum": check}
 
     def check_passed(self, last: object, kind: str) -> None:
         """Raise ValueError if a sampler yields another batch before the position than it did.

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from shmloader.interruptions import probe
 from shmloader.sampling.arguments import Ranks
-from shmloader.sampling.hooks import epoch_of, seekable, set_epoch_of
+from shmloader.sampling.hooks import epoch_of, is_planned, set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, sample_count, wrong_step
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import RngState
@@ -32,7 +32,6 @@ from shmloader.sampling.steps import (
     OrderSteps,
     Steps,
     iterate,
-    only_next,
     restart_if_exhausted,
     too_few,
 )
@@ -188,15 +187,12 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             start=start,
             rng_state=RngState(self.seed, drawn.number),
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
-            planned=seekable(items) if self.takes_batches else None,
+            planned=items if is_planned(items) else None,
             **({"weigh": sample_count} if self.batch_size is None and self.may_shard else {}),
         )
 
-    def _begin_items(self, epoch: int, first: int = 0) -> Iterator[Any]:
-        """Begin an epoch of the user's sampler, when its first item is drawn.
-
-        With a number, the items begin at that one, from a sampler that can seek.
-        """
+    def _begin_items(self, epoch: int) -> Iterator[Any]:
+        """Begin an epoch of the user's sampler, when its first item is drawn."""
         self._named = self.named_epoch()  # set since iter(), for the next epoch
         state, saved = self.state(), self._epoch.saved
         state.restore_generators(saved)
@@ -205,8 +201,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         with contextlib.nullcontext() if self.counter is None else self.counter.telling():
             set_epoch_of(self.items, epoch)
         self.known_epochs = epoch, epoch + 1  # which it counts by itself
-        if first:
-            return only_next(self.items.seek(first, saved.get("place")))
         return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
     def _iterate(self) -> Iterator[Any]:

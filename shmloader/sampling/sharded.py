@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from shmloader.interruptions import probe
 from shmloader.sampling.arguments import choice, divides_for_ranks, resolve_ranks, whole_number
-from shmloader.sampling.hooks import seekable, set_epoch_of
+from shmloader.sampling.hooks import is_planned, set_epoch_of
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.samplers import EpochSampler
 from shmloader.sampling.steps import Cut, DrawnSteps, iterate
@@ -72,8 +72,7 @@ class ShardedSampler(EpochSampler[Any]):
         self.rank, self.world_size = resolve_ranks(rank, world_size)
         self.batch_size = share
         self._cut = Cut(share, self.rank, self.world_size)
-        # Batches that are planned, of which a rank can begin anywhere.
-        self._planned: Any = seekable(sampler) if share == 1 else None
+        self._planned: Any = sampler if share == 1 and is_planned(sampler) else None
         if self._planned is not None and last_batch == "pad":
             self.last_batch = "discard" if self._planned.last_batch == "discard" else "pad"
 
@@ -85,37 +84,17 @@ class ShardedSampler(EpochSampler[Any]):
         """
         return self._cut.own_count(len(self.sampler), self.last_batch)  # type: ignore[arg-type]
 
-    @property
-    def can_seek(self) -> bool:
-        """Whether an epoch can begin at any item: see ``hooks.seekable``."""
-        return self._planned is not None
-
-    def seek(self, position: int, place: list[int] | None = None) -> Iterator[Any]:
-        """Yield the items of the next epoch from one on, as ``hooks.seekable`` says."""
-        epoch = self.epoch
-        self.epoch = epoch + 1
-        yield from self._draw(epoch, position, place)
-
-    def place(self, position: int) -> list[int] | None:
-        """Return the place of an item, or rather that of the item of any rank before it."""
-        found: list[int] | None = self._planned.place(max(0, position * self.world_size - 1))
-        return found
-
-    def _draw(self, epoch: int, first: int = 0, place: list[int] | None = None) -> Iterator[Any]:
+    def _draw(self, epoch: int) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
         steps = DrawnSteps(
-            functools.partial(self._begin, place=place),
+            functools.partial(iterate, self.sampler),
             self._cut,
             self.last_batch,
-            start=first * self.world_size,
             rng_state=RngState(self.seed, epoch),
             planned=self._planned,
         )
         for step in steps:
             yield from step
-
-    def _begin(self, first: int = 0, *, place: list[int] | None) -> Iterator[Any]:
-        return iter(self._planned.seek(first, place)) if first else iterate(self.sampler)
 
 
 def _check_sampler(sampler: object) -> None:

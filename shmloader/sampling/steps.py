@@ -7,7 +7,6 @@ sequence for any number of ranks, as long as the global step has the same length
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
@@ -27,7 +26,8 @@ from shmloader.sampling.rng import RngState
 #: up from the epoch's start.
 LastBatch = Literal["keep", "discard", "rollover", "pad"]
 
-# Positions of an order that are computed at a time: a few take as long as some thousand.
+# Positions of an order that are computed, or items of a sampler that are passed over, at a time: a
+# few take as long as some thousand.
 _BLOCK = 8192
 
 _Numbers = npt.NDArray[np.int64]
@@ -188,14 +188,13 @@ class DrawnSteps(Steps):
         rng_state: State of the global generators while the sampler draws; None for the process's
             own.
         weigh: Function that returns the number of samples in an item.
-        planned: The sampler, if it can begin at any item; see ``hooks.seekable``. ``draw`` then
-            takes the first item's number.
+        planned: The sampler if its batches are planned, see ``hooks.is_planned``; otherwise None.
         check_passed: Called with the last item that was discarded.
     """
 
     def __init__(
         self,
-        draw: Callable[..., Iterator[Any]],
+        draw: Callable[[], Iterator[Any]],
         cut: Cut,
         last_batch: LastBatch,
         first: Iterable[Any] = (),
@@ -229,11 +228,11 @@ class DrawnSteps(Steps):
             if not items or self._last_batch in {"discard", "rollover"}:
                 self.left_over = items
                 return None
-            if self._last_batch == "pad" and self._planned is not None:
-                items, own = self._planned.fill_step(items, cut.global_count)
-                own_count = cut.count(own)
-            elif self._last_batch == "pad":
-                items += islice(cycle(self._beginning), missing)
+            if self._last_batch == "pad":
+                if self._planned is not None:
+                    items = self._planned.divided(items, cut.global_count)
+                    own_count = cut.count(len(items))
+                items += islice(cycle(self._beginning), cut.global_count - len(items))
             elif not own_count:
                 return None
         step = items[cut.rank * cut.share :][: cut.share]
@@ -245,15 +244,12 @@ class DrawnSteps(Steps):
     def _pass_over(self) -> None:
         """Draw and discard the items before the first step, or raise ValueError."""
         size = self.cut.global_count
-        if self._planned is not None:  # only the last one is drawn
-            self._drawn_count = self._to_pass - 1
-            self._draw, self._to_pass = functools.partial(self._draw, self._drawn_count), 1
         while self._to_pass:
-            count = len(self._take(min(self._to_pass, size)))
+            count = len(self._take(min(self._to_pass, _BLOCK)))
             self._to_pass -= count
-            if not count and (self._to_pass >= size or self._planned is not None):
-                drawn = self._drawn_count if self._planned is None else len(self._planned)
-                before, found = (-(-each // self.cut.share) for each in (self.position, drawn))
+            if not count and self._to_pass >= size:
+                counts = self.position, self._drawn_count
+                before, found = (-(-each // self.cut.share) for each in counts)
                 raise too_few(before, found, "sampler")
             if not count:  # the last step that was delivered was short
                 self._to_pass = 0
@@ -272,8 +268,8 @@ class DrawnSteps(Steps):
         taken, self._waiting = waiting[:count], waiting[count:]
         self._drawn_count += len(taken)
         self.newest = taken[-1] if taken else self.newest
-        if self._last_batch == "pad" and len(self._beginning) < self.cut.global_count:
-            self._beginning += taken
+        if self._last_batch == "pad":
+            self._beginning += taken[: self.cut.global_count - len(self._beginning)]
         return taken
 
 

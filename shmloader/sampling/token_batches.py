@@ -5,7 +5,6 @@ Half of the module documents the arguments.
 
 import functools
 from collections.abc import Callable, Iterator, Sized
-from itertools import cycle, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -49,9 +48,9 @@ class TokenBatches(EpochSampler[list[int]]):
     batches have fewer samples than there are ranks, the epoch's first batches fill the step up.
 
     **Cost.** Nothing is loaded. A window of 10,000 samples takes some 2 ms, and is planned when its
-    first batch is drawn. A saved state has the number of the window, so that resuming plans only
-    that one. ``len()`` counts the batches of all windows once an epoch: 0.2 s for a million
-    samples. With several measures, a million takes 8 s. The number of batches differs a little from
+    first batch is drawn. Resuming draws the batches before the position again: 0.3 s a million
+    samples. ``len()`` counts the batches of all windows once an epoch: 0.2 s a million samples.
+    With several measures, a million takes 8 s. The number of batches differs a little from
     epoch to epoch.
 
     Random numbers come from numpy's Philox, keyed by (seed, epoch, window).
@@ -100,8 +99,8 @@ class TokenBatches(EpochSampler[list[int]]):
             message has the first such index.
     """
 
-    #: An epoch can begin at any batch: see :func:`shmloader.sampling.hooks.seekable`.
-    can_seek = True
+    #: For :func:`shmloader.sampling.hooks.is_planned`.
+    has_plan = True
 
     def __init__(
         self,
@@ -152,8 +151,7 @@ class TokenBatches(EpochSampler[list[int]]):
                 f"TokenBatches leaves out {self.dropped_count} of {len(self._source.lengths)} "
                 f"samples, which are longer than max_tokens={max_tokens} (too_long='drop')"
             )
-        # The epoch that was begun last, and the same until it is exhausted.
-        self._newest = 0
+        # The epoch that was begun last, until it is exhausted.
         self._running: int | None = None
         self._epochs: dict[int, EpochWindows] = {}
 
@@ -180,30 +178,10 @@ class TokenBatches(EpochSampler[list[int]]):
         """
         return len(self._windows(self.epoch if self._running is None else self._running))
 
-    def seek(self, position: int, place: list[int] | None = None) -> Iterator[list[int]]:
-        """Yield the batches of the next epoch from one on, without those before.
-
-        As with ``iter()``, the epoch's number is read when the first batch is drawn. With the
-        batch's place, the windows before are not counted.
-        """
-        epoch = self.epoch
-        self.epoch = epoch + 1
-        if place is not None and place[0] == epoch:
-            self._epochs[epoch] = self._plan(epoch, (place[1], place[2]))
-        yield from self._draw(epoch, position)
-
-    def place(self, position: int) -> list[int] | None:
-        """Return the epoch, the window and the batches before it, of a batch of the last epoch."""
-        windows = self._epochs.get(self._newest)
-        found = None if windows is None else windows.place(position)
-        return None if found is None else [self._newest, *found]
-
-    def _draw(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
-        self._newest = self._running = epoch
-        if not self._windows(epoch).knows(position):
-            self._epochs[epoch] = self._plan(epoch)
+    def _draw(self, epoch: int) -> Iterator[list[int]]:
+        self._running = epoch
         try:
-            yield from self._windows(epoch).batches(position)
+            yield from self._windows(epoch).batches()
         finally:  # also if the epoch is left
             if self._running == epoch:
                 self._running = None
@@ -216,7 +194,7 @@ class TokenBatches(EpochSampler[list[int]]):
             windows = self._epochs[epoch] = self._plan(epoch)
         return windows
 
-    def _plan(self, epoch: int, known: tuple[int, int] = (0, 0)) -> EpochWindows:
+    def _plan(self, epoch: int) -> EpochWindows:
         return EpochWindows(
             self._source,
             self._packer,
@@ -224,21 +202,17 @@ class TokenBatches(EpochSampler[list[int]]):
             shuffle=self.shuffle,
             seed=self.seed,
             epoch=epoch,
-            known=known,
         )
 
     # What orders and loaders ask -----------------------------------------------------------
 
-    def fill_step(self, batches: list[list[int]], count: int) -> tuple[list[list[int]], int]:
-        """Return ``count`` batches for a last step that has fewer, and how many are no repeats."""
-        parts = batches
-        if self.last_batch == "divide":
-            numbers, lengths = self._source.take(np.concatenate(batches))
-            costs = (self._packer.cost or tokens)(lengths)
-            parts = divide(batches, dict(zip(numbers.tolist(), costs.tolist(), strict=True)), count)
-        missing = count - len(parts)
-        first = islice(self._plan(self._newest).batches(), missing) if missing else ()
-        return [*parts, *islice(cycle(first), missing)], len(parts)
+    def divided(self, batches: list[list[int]], count: int) -> list[list[int]]:
+        """Return batches for a last step of ``count``, of fewer; not so many if samples are few."""
+        if self.last_batch != "divide":
+            return batches
+        numbers, lengths = self._source.take(np.concatenate(batches))
+        costs = (self._packer.cost or tokens)(lengths)
+        return divide(batches, dict(zip(numbers.tolist(), costs.tolist(), strict=True)), count)
 
     def check_dataset(self, dataset: Sized) -> None:
         """Raise ValueError if a dataset has another number of samples; loaders call this."""

@@ -1,11 +1,9 @@
 """One epoch of a :class:`~shmloader.sampling.TokenBatches`: its windows, each planned by itself.
 
 A window is a run of the seeded order. Its batches depend on the lengths, the options, the seed, the
-epoch and the window's number. Their order also depends on how many batches come before. So a plan
-begins at any window, once the batches of the windows before are counted: 0.1 µs a sample.
+epoch and the window's number. Their order also depends on how many batches come before.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,11 +36,10 @@ class Window(NamedTuple):
     lengths: Numbers
     packing: Packing
 
-    def batches(self, start: int = 0) -> list[list[int]]:
-        """Return the batches from this one on, as lists of numbers."""
-        first = int(self.packing.starts[start]) if start < len(self.packing.ends) else 0
-        flat = self.numbers[self.packing.order[first:]].tolist()
-        ends = (self.packing.ends[start:] - first).tolist()
+    def batches(self) -> list[list[int]]:
+        """Return the batches as lists of numbers."""
+        flat = self.numbers[self.packing.order].tolist()
+        ends = self.packing.ends.tolist()
         return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -95,7 +92,6 @@ class EpochWindows:
         size: Samples in a window; the last samples, too few for one, are spread over all windows.
         shuffle: Whether windows are runs of a shuffled order, and batches are shuffled.
         seed, epoch: What the order depends on.
-        known: A window, and how many batches come before it; the windows before are not planned.
 
     Attributes:
         window_count: Number of windows.
@@ -110,53 +106,29 @@ class EpochWindows:
         shuffle: bool,
         seed: int,
         epoch: int,
-        known: tuple[int, int] = (0, 0),
     ) -> None:
         self._source, self._packer = source, packer
         self._seed, self._epoch = seed, epoch
         count = source.number_count
         self._order = Permutation(count, seed, epoch) if shuffle else None
         self.window_count = max(1, count // size) if count else 0
-        # How many batches come before each window, from a first one on, as far as is known.
-        self._known, first = known
-        self._firsts = [first]
-        # The window that was counted last, since it is often the next that is planned.
-        self._packed: dict[int, Window] = {}
+        # How many batches come before each window, as far as is known.
+        self._firsts = [0]
 
     def __len__(self) -> int:
         """Return the number of batches. Plans all windows at the first call."""
         return self._first(self.window_count)
 
-    def batches(self, position: int = 0) -> Iterator[list[int]]:
-        """Yield the batches from this one on, as lists of numbers."""
-        while self._firsts[-1] <= position and self._next < self.window_count:
-            self._first(self._next + 1)
-        window, first = self.place(position) or (self.window_count, position)
-        for number in range(window, self.window_count):
-            yield from self.window(number).batches(position - first if number == window else 0)
-
-    def knows(self, position: int) -> bool:
-        """Whether a batch can be found, since it is not before the first window that is known."""
-        return position >= self._firsts[0]
-
-    def place(self, position: int) -> tuple[int, int] | None:
-        """Return a batch's window, and how many batches come before that; None if not known yet."""
-        at = bisect_right(self._firsts, position) - 1
-        if not 0 <= at < len(self._firsts) - 1:
-            return None
-        return self._known + at, self._firsts[at]
-
-    @property
-    def _next(self) -> int:
-        """The last window of which it is known how many batches come before."""
-        return self._known + len(self._firsts) - 1
+    def batches(self) -> Iterator[list[int]]:
+        """Yield the batches, as lists of numbers."""
+        for number in range(self.window_count):
+            yield from self.window(number).batches()
 
     def window(self, number: int) -> Window:
         """Plan a window, with its batches in the order of the epoch."""
-        first = self._first(number)
-        window = self._packed.pop(number, None) or self._pack(number)
+        first, window = self._first(number), self._pack(number)
         packing, cost, random = window.packing, self._packer.cost, None
-        if number == self._next:
+        if number == len(self._firsts) - 1:
             self._firsts.append(first + len(packing.ends))
         if self._order is not None:
             random = random_numbers(self._seed, self._epoch, number + 1)
@@ -170,10 +142,9 @@ class EpochWindows:
 
     def _first(self, window: int) -> int:
         """Return how many batches come before a window."""
-        while self._next < window:
-            self._packed = {self._next: self._pack(self._next)}
-            self._firsts.append(self._firsts[-1] + len(self._packed[self._next].packing.ends))
-        return self._firsts[window - self._known]
+        for number in range(len(self._firsts) - 1, window):
+            self._firsts.append(self._firsts[-1] + len(self._pack(number).packing.ends))
+        return self._firsts[window]
 
     def _pack(self, number: int) -> Window:
         """Return a window, with its batches in the order in which they were packed."""
