@@ -113,7 +113,7 @@ class DataLoader(ResumableLoader[_T_co]):
             ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. With
             ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state of
             the process's generators is restored after each batch that has set them, which takes
-            about 18 µs. Positions are counted in this loader's order. So with a sampler that is cut
+            0.2 ms. Positions are counted in this loader's order. So with a sampler that is cut
             for ranks (``DistributedSampler``), random numbers depend on the rank as well: give all
             ranks the same seed. If the dataset itself is cut for ranks, give each rank its own
             seed. The random numbers of an iterable dataset's samples depend on the worker's number

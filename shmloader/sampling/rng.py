@@ -1,13 +1,11 @@
 """States of random number generators: saving, restoring and temporarily replacing them.
 
 The global generators are those of ``random``, ``numpy.random`` and torch (CPU). To save and restore
-all three takes about 18 µs: 12 of them for ``random``, which converts 625 numbers, 4 for
-``numpy.random`` (see :class:`GlobalState`) and 2 for torch.
+all three takes about 160 µs: 145 of them for ``numpy.random``, 12 for ``random`` and 2 for torch.
 """
 
 import base64
 import contextlib
-import ctypes
 import functools
 import hashlib
 import random
@@ -64,50 +62,22 @@ def kept() -> Iterator[None]:
         own.restore()
 
 
-# The 624 words of a Mersenne Twister, and its position among them.
-_TWISTER_BYTES = 625 * 4
-
-
 class GlobalState:
-    """The states that the global generators have when this object is made.
+    """The states that the global generators have when this object is made."""
 
-    ``get_state()`` and ``set_state()`` of ``numpy.random`` take 100 µs together, so the memory of
-    the bit generator is copied instead. numpy makes normal numbers in pairs, and keeps the second
-    of a pair elsewhere. Only ``get_state()`` tells whether one is kept, and ``standard_normal``,
-    which then returns it and leaves the bit generator as it is.
-    """
-
-    __slots__ = ("_full", "_python", "_source", "_torch", "_words")
+    __slots__ = ("_numpy", "_python", "_source", "_torch")
 
     def __init__(self) -> None:
         self._python, self._torch = random.getstate(), torch.default_generator.get_state()
         self._source = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        self._words = b""
-        self._full: Any = None
-        if type(self._source) is not np.random.MT19937:
-            self._full = np.random.get_state(legacy=False)
-            return
-        address = self._source.ctypes.state_address
-        self._words = ctypes.string_at(address, _TWISTER_BYTES)
-        normal = np.random.standard_normal()
-        if ctypes.string_at(address, _TWISTER_BYTES) == self._words:
-            self._full = np.random.get_state(legacy=False) | {"has_gauss": 1, "gauss": normal}
-        self._restore_numpy()
+        self._numpy = np.random.get_state(legacy=False)
 
     def restore(self) -> None:
         """Set the global generators to these states."""
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)
-        self._restore_numpy()
-
-    def _restore_numpy(self) -> None:
-        # This also discards the second normal number of a pair.
         np.random.set_bit_generator(self._source)  # type: ignore[attr-defined]
-        if self._full is not None:
-            np.random.set_state(self._full)
-            return
-        with self._source.lock:
-            ctypes.memmove(self._source.ctypes.state_address, self._words, _TWISTER_BYTES)
+        np.random.set_state(self._numpy)
 
 
 def dump_generator(generator: torch.Generator) -> str:
