@@ -230,7 +230,7 @@ def main() -> int:
     lengths = Functions().lengths
     for layout in ("packed", "padded"):
         plan = TokenBatches(lengths, MAX_TOKENS, layout=layout, balance="attention")
-        print(f"A plan of {layout} batches:\n{plan.report(world_size=2)}\n")
+        print(f"A plan of {layout} batches: {plan.report(world_size=2)}")
     with tempfile.TemporaryDirectory(prefix="finetune-") as name:
         folder = Path(name)
         packed = start("packed", folder, 2)

@@ -304,4 +304,4 @@ class TokenBatches(EpochSampler[list[int]]):
         size = whole_number(world_size, "world_size", minimum=1)
         chosen = cost_function(cost) or self._packer.cost or tokens
         windows = self._plan(self.epoch if epoch is None else epoch)
-        return measure(windows, self._packer, chosen, size, self.dropped_count)
+        return measure(windows, self._packer, chosen, size)
