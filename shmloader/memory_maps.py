@@ -6,17 +6,6 @@ from typing import Any
 import numpy as np
 
 
-class PickledAsFile:
-    """Holds a memory map, and is pickled as :func:`reduce_memory_map` says. It arrives as a map."""
-
-    def __init__(self, array: "np.memmap[Any, Any]") -> None:
-        self._array = array
-
-    def __reduce__(self) -> Any:
-        """Pickle the file, or the data."""
-        return reduce_memory_map(self._array)
-
-
 def address_of(array: "np.ndarray[Any, Any]") -> tuple[int, int]:
     """Return the address of the first byte of an array's elements, and how many bytes they span."""
     low, high = np.lib.array_utils.byte_bounds(array)

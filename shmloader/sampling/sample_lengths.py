@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.memory_maps import PickledAsFile
 from shmloader.sampling.arguments import as_numbers, whole_number
 from shmloader.sampling.packing import Budget, Numbers
 
@@ -66,9 +65,6 @@ class SampleLengths:
 
     def __init__(self, lengths: object, limits: Budget, too_long: TooLong) -> None:
         self.lengths = _as_whole_numbers(lengths, len(limits))
-        is_used = type(lengths) is np.memmap and lengths.dtype.kind in "iu"
-        # The memory map that ``lengths`` is a view of: its file is pickled rather than its data.
-        self._map: Any = lengths if is_used else None
         self._limits, self._too_long = np.array(limits, np.int64), too_long
         count = len(self.lengths)
         # One row of each piece after a first one.
@@ -78,17 +74,6 @@ class SampleLengths:
         if self._has_long:
             self._handle_long(np.flatnonzero((self.lengths > self._limits).any(axis=1)))
         self.number_count = count + len(self.owners)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything, with the path of the lengths' file if they are a memory map."""
-        if self._map is None:
-            return self.__dict__
-        return {**self.__dict__, "lengths": None, "_map": PickledAsFile(self._map)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._map is not None:
-            self.lengths = np.asarray(self._map).reshape(len(self._map), -1)
 
     def _handle_long(self, long: Numbers) -> None:
         if self._too_long == "raise":

@@ -66,8 +66,7 @@ class TokenBatches(EpochSampler[list[int]]):
     Args:
         lengths: Tokens of each sample: a sequence, array, memory map or tensor of n ints, all at
             least 1. Of shape (n, k) if samples have several measures, such as text tokens and image
-            patches. An array is not copied, and must not change. Of a memory map that is read-only,
-            a pickled plan has only the file's path.
+            patches. An array is not copied, and must not change.
         max_tokens: The budget of a batch, at least 1; a tuple of k budgets for k measures, each of
             which is kept.
         layout: "packed" or "padded".

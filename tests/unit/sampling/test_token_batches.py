@@ -494,24 +494,6 @@ def test_an_error_of_one_of_several_pieces_names_the_piece():
     assert [failure.index for failure in loader.failures] == [3, 7]
 
 
-def test_a_plan_of_a_mapped_file_is_pickled_without_its_lengths(tmp_path):
-    path = tmp_path / "lengths.bin"
-    LENGTHS.astype(np.uint16).tofile(path)
-    mapped = np.memmap(path, np.uint16, "r")
-    for lengths in (mapped, mapped[100:]):
-        batches = plan(lengths)
-        again = pickle.loads(pickle.dumps(batches))
-        assert epoch_of(again, 1) == epoch_of(batches, 1)
-        assert again.facts == batches.facts
-        assert np.array_equal(again.lengths, lengths)
-        assert len(pickle.dumps(batches)) < 1_400 < lengths.nbytes + 300
-    both = np.memmap(path, np.uint16, "r", shape=(350, 2))
-    batches = plan(both, (BUDGET, BUDGET))
-    again = pickle.loads(pickle.dumps(batches))
-    assert np.array_equal(again.lengths, both)
-    del mapped, both, lengths
-
-
 def test_after_an_epoch_that_was_left_the_length_is_that_of_the_next_one():
     lengths = LENGTHS[:300]
     counts = [len(epoch_of(plan(lengths, window=30, balance=None), n)) for n in range(6)]
