@@ -1,7 +1,8 @@
 """Load a Hugging Face dataset, whose batches are read from its Arrow buffers.
 
-If the columns are numbers, lists of numbers and texts, the loader makes no single samples: it
-copies the rows of a batch with one indexing operation. The batches are those of torch's loader.
+If the columns are numbers, lists of numbers, and texts without a format, the loader makes no single
+samples: it copies the rows of a batch with one indexing operation. The batches are those of torch's
+loader.
 """
 
 import sys
@@ -26,7 +27,9 @@ def main() -> None:
             "values": [[number, number / 2] for number in range(ROWS)],
         }
     )
-    dataset = dataset.with_format("torch").shuffle(seed=0)
+    numbers = ["label", "values"]
+    dataset = dataset.with_format("torch", columns=numbers, output_all_columns=True)
+    dataset = dataset.shuffle(seed=0)
     seen = torch.zeros(ROWS, dtype=torch.bool)
     with DataLoader(dataset, batch_size=256, shuffle=True, num_workers=2) as loader:
         for batch in loader:

@@ -184,35 +184,20 @@ class ListField(_BufferField):
 
 
 class TextField(ListField):
-    """A field of texts.
-
-    Args:
-        column: A ``pyarrow.ChunkedArray`` of texts without None.
-        finish: Makes of a batch's texts what samples have; None if these have the texts themselves.
-    """
-
-    def __init__(self, column: Any, finish: Callable[[list[str]], list[str]] | None) -> None:
-        super().__init__(column)
-        self._finish = finish
+    """A field of texts."""
 
     def at(self, rows: Rows) -> list[str]:
         """Return the texts."""
         starts, lengths, _ = self.find(rows)
-        texts = [
+        return [
             self.values[start : start + length].tobytes().decode()
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
         ]
-        return texts if self._finish is None else self._finish(texts)
 
     items = at
 
 
-def field_of(
-    column: Any,
-    form: str | None,
-    dtype_of: DTypeOf,
-    finish: Callable[[list[str]], list[str]] | None = None,
-) -> Field:
+def field_of(column: Any, form: str | None, dtype_of: DTypeOf) -> Field:
     """Return the field of a ``pyarrow.ChunkedArray``.
 
     Raises:
@@ -220,5 +205,5 @@ def field_of(
             samples have no such numbers.
     """
     if is_text(column.type):
-        return TextField(column, finish)
+        return TextField(column)
     return (ListField if is_list(column.type) else NumberField)(column, form, dtype_of)

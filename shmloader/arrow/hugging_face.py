@@ -1,8 +1,9 @@
 """Finds the columns of a ``datasets.Dataset`` that can be read from their buffers.
 
-Read are columns of numbers, of lists of numbers and of texts, without None, in the formats "torch",
-"numpy" and None. Samples are exactly what ``datasets`` makes of them: with a format, integers
-become int64, and floats float32. All else is left to ``datasets``.
+Read are columns of numbers and of lists of numbers in the formats "torch", "numpy" and None, and of
+texts without a format, all without None. Samples are exactly what ``datasets`` makes of them: with
+a format, integers become int64, and floats float32. All else is left to ``datasets``, such as texts
+with a format, which lose zeros at their ends.
 
 Public are the table (``Dataset.data``), the features and the format. The mapping of indices that
 ``shuffle``, ``select`` and others make has no public name: it is the table ``Dataset._indices``. A
@@ -41,7 +42,7 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
     None if a field cannot be read.
     """
     from shmloader.arrow import columns  # noqa: PLC0415 - imports pyarrow
-    from shmloader.arrow.buffers import UnreadableError  # noqa: PLC0415
+    from shmloader.arrow.buffers import UnreadableError, is_text  # noqa: PLC0415
 
     form, table, features = dataset.format, dataset.data, dataset.features
     if not _is_known(dataset, form) or not hasattr(dataset, "_indices"):
@@ -56,9 +57,10 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
         indices = dataset._indices
         maps = () if indices is None else (columns.NumberField(indices.column(0)),)
         for name, one in forms.items():
-            if not _is_plain(features[name]):
+            column = table.column(name)
+            if not _is_plain(features[name]) or (one is not None and is_text(column.type)):
                 return None
-            fields[name] = columns.field_of(table.column(name), one, dtype_of, _TEXTS[one])
+            fields[name] = columns.field_of(column, one, dtype_of)
     except UnreadableError:
         return None
     return (RowMap(table.num_rows, maps), fields) if fields else None
@@ -70,7 +72,9 @@ def runs_no_user_code(dataset: Any) -> bool:
 
 
 def _is_known(dataset: Any, form: Any) -> bool:
-    return form["type"] in _FORMS and not form["format_kwargs"] and _is_unpatched(dataset)
+    methods = [getattr(dataset, name) for name in ("__getitem__", "__getitems__")]
+    is_patched = any(not method.__module__.startswith("datasets.") for method in methods)
+    return form["type"] in _FORMS and not form["format_kwargs"] and not is_patched
 
 
 def dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
@@ -80,29 +84,8 @@ def dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
     return np.int64 if dtype.kind in "iu" else np.float64 if form is None else np.float32
 
 
-def _stripped(texts: list[str]) -> list[str]:
-    """Return the texts as an array of texts has them: without zeros at their ends."""
-    return [text.rstrip("\0") for text in texts]
-
-
-def _of_numpy(texts: list[str]) -> list[str]:
-    return list(np.array(texts))
-
-
-_TEXTS = {"torch": _stripped, "numpy": _of_numpy, None: None}
-
-
 def _is_plain(feature: Any) -> bool:
     kind = type(feature)
     if not kind.__module__.startswith("datasets."):
         return False
     return kind.__name__ in _PLAIN or (kind.__name__ in _LISTS and _is_plain(feature.feature))
-
-
-def _is_unpatched(dataset: Any) -> bool:
-    """Whether the methods that load samples are those of ``datasets``."""
-    names = ("__getitem__", "__getitems__", "_getitem")
-    methods = [getattr(type(dataset), name, None) for name in names]
-    return not any(name in vars(dataset) for name in names) and all(
-        getattr(method, "__module__", "").startswith("datasets.") for method in methods
-    )

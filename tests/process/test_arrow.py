@@ -40,7 +40,9 @@ def make_dataset(folder=None, form="torch"):
     if folder is not None:
         dataset.save_to_disk(folder)
         dataset = datasets.load_from_disk(str(folder))
-    return dataset.with_format(form).shuffle(seed=1)
+    columns = dataset.column_names[:3] if form else None  # texts are read without a format
+    dataset = dataset.with_format(form, columns, output_all_columns=form is not None)
+    return dataset.shuffle(seed=1)
 
 
 def columns_of(samples):
