@@ -12,12 +12,11 @@ from pathlib import Path
 from shmloader.cli.target import UsageError
 from shmloader.errors import ShardError
 from shmloader.grammar import counted
-from shmloader.streams import Format, open_arrow, open_jsonl, open_parquet, open_tar
+from shmloader.streams import Format, open_jsonl, open_parquet, open_tar
 from shmloader.streams.files import uncompressed_name
 
 _FORMATS: dict[str, Format] = {
     ".tar": open_tar, ".jsonl": open_jsonl, ".ndjson": open_jsonl, ".parquet": open_parquet,
-    ".arrow": open_arrow,
 }  # fmt: skip
 
 

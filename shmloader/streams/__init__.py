@@ -4,7 +4,7 @@ What is read, from below:
 
 * ``cache`` brings a remote shard to this machine, by ``download``.
 * *Formats* read the records of one shard, a file of this machine: ``tar``, ``jsonl`` and
-  ``columns`` (Parquet and Arrow). ``index`` keeps the indexes of shards, ``files`` opens compressed
+  ``columns`` (Parquet). ``index`` keeps the indexes of shards, ``files`` opens compressed
   ones. None of these knows a loader.
 * A *reader* reads a fixed share of the shards through ``stages``, from ``records`` upwards, and
   groups the records into batches (``reader``, ``packed``). What users build (``stream``,
@@ -18,7 +18,7 @@ of each reader.
 """
 
 from shmloader.streams.cache import ShardCache
-from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
+from shmloader.streams.columns import ParquetFormat, open_parquet
 from shmloader.streams.fingerprints import fingerprint
 from shmloader.streams.formats import Format, as_format
 from shmloader.streams.hugging_face import from_hf
@@ -30,7 +30,7 @@ from shmloader.streams.stream import Stream
 from shmloader.streams.tar import TarFormat, open_tar
 
 __all__ = [
-    "ArrowFormat", "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
-    "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "mix", "open_arrow",
+    "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
+    "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "mix",
     "open_jsonl", "open_parquet", "open_tar",
 ]  # fmt: skip

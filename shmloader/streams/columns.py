@@ -1,12 +1,10 @@
-"""Shards of columns, Parquet and Arrow, read by pyarrow, which is an extra.
+"""Parquet shards, read by pyarrow, which is an extra.
 
 No index is needed: the files themselves say how many rows each part of them has.
 """
 
-import abc
 import bisect
 import contextlib
-import importlib
 import itertools
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -23,8 +21,12 @@ _Record = dict[str, Any]
 _BATCH_ROWS = 256
 
 
-class _ColumnsFormat(IndexedFormat):
-    """What Parquet and Arrow have in common.
+class ParquetFormat(IndexedFormat):
+    """The format of Parquet shards.
+
+    A record is a dict of columns. Numbers, texts and bytes are Python's, and null is None. A list
+    of numbers is an array of shape (length,) of the column's dtype. All else is what
+    ``to_pylist()`` makes. Row groups without a record that is needed are not read.
 
     Args:
         columns: The columns that are read; None for all.
@@ -40,14 +42,7 @@ class _ColumnsFormat(IndexedFormat):
         self._batch_rows = whole_number(batch_rows, "batch_rows", minimum=1)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(columns={self._columns}, batch_rows={self._batch_rows})"
-
-    @abc.abstractmethod
-    def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
-        """Yield the batches that have one of these ascending rows, and the number of their first.
-
-        They come in the order of the file.
-        """
+        return f"ParquetFormat(columns={self._columns}, batch_rows={self._batch_rows})"
 
     def records(self, path: str, start: int = 0) -> Iterator[_Record]:
         """Yield the rows in the order of the file, from number ``start`` on.
@@ -60,6 +55,11 @@ class _ColumnsFormat(IndexedFormat):
             for first, batch in batches:
                 yield from _rows(batch.slice(max(0, start - first)))
 
+    def count(self, path: str) -> int:
+        """Return the number of rows, from the metadata of the file."""
+        with reading(path), _open(path) as file:
+            return int(file.metadata.num_rows)
+
     def _at(self, path: str, numbers: Sequence[int]) -> Iterator[_Record]:
         check_numbers(path, numbers, self.count(path))
         with contextlib.closing(self._batches(path, numbers)) as batches:
@@ -69,34 +69,17 @@ class _ColumnsFormat(IndexedFormat):
                 if here[-1] == numbers[-1]:
                     return
 
-    def _checked(self, path: str, names: Sequence[str]) -> list[str]:
-        """Return the names of the columns to read, of all that a file has."""
-        for name in self._columns or ():
-            if name not in names:
-                raise unreadable(path, f"it has no column {name!r}, but {list(names)}")
-        return list(names) if self._columns is None else self._columns
-
-
-class ParquetFormat(_ColumnsFormat):
-    """The format of Parquet shards.
-
-    A record is a dict of columns. Numbers, texts and bytes are Python's, and null is None. A list
-    of numbers is an array of shape (length,) of the column's dtype. All else is what
-    ``to_pylist()`` makes. Row groups without a record that is needed are not read.
-
-    Args:
-        columns: The columns that are read; None for all.
-        batch_rows: So many rows are decoded at a time, and are in memory.
-    """
-
-    def count(self, path: str) -> int:
-        """Return the number of rows, from the metadata of the file."""
-        with reading(path), _pyarrow(path, "pyarrow.parquet").ParquetFile(path) as file:
-            return int(file.metadata.num_rows)
-
     def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
-        with _pyarrow(path, "pyarrow.parquet").ParquetFile(path) as file:
-            columns = self._checked(path, file.schema_arrow.names)
+        """Yield the batches that have one of these ascending rows, and the number of their first.
+
+        They come in the order of the file.
+        """
+        with _open(path) as file:
+            names = file.schema_arrow.names
+            for name in self._columns or ():
+                if name not in names:
+                    raise unreadable(path, f"it has no column {name!r}, but {names}")
+            columns = names if self._columns is None else self._columns
             counts = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
             ends = list(itertools.accumulate(counts))
             for group, (end, count) in enumerate(zip(ends, counts, strict=True)):
@@ -112,53 +95,13 @@ class ParquetFormat(_ColumnsFormat):
                     first += len(batch)
 
 
-class ArrowFormat(_ColumnsFormat):
-    """The format of Arrow's files and streams, such as those that ``datasets`` writes.
-
-    Records are those of :class:`ParquetFormat`. The file is mapped into memory, so batches without
-    a needed record are not read.
-
-    Args:
-        columns: The columns that are read; None for all.
-        batch_rows: So many rows become records at a time.
-    """
-
-    def count(self, path: str) -> int:
-        """Return the number of rows, from the metadata of the file's batches."""
-        with reading(path), _arrow_batches(path) as (_, batches):
-            return sum(len(batch) for batch in batches)
-
-    def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
-        first = 0
-        with _arrow_batches(path) as (names, batches):
-            columns = self._checked(path, names)
-            for batch in batches:
-                for at in range(0, len(batch), self._batch_rows):
-                    piece = batch.slice(at, self._batch_rows)
-                    if _between(wanted, first, first + len(piece)):
-                        yield first, piece.select(columns)
-                    first += len(piece)
-
-
-def _pyarrow(path: str, module: str = "pyarrow") -> Any:
+def _open(path: str) -> Any:
+    """Open a file as a ``pyarrow.parquet.ParquetFile``."""
     try:
-        return importlib.import_module(module)
+        from pyarrow.parquet import ParquetFile  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError(f"reading {path} takes pyarrow: pip install pyarrow") from error
-
-
-@contextlib.contextmanager
-def _arrow_batches(path: str) -> Iterator[tuple[list[str], Iterator[Any]]]:
-    """Open a file of Arrow: the names of its columns, and its batches."""
-    pa = _pyarrow(path)
-    with pa.memory_map(path) as file:
-        if file.read(6) == b"ARROW1":
-            with pa.ipc.open_file(file) as reader:
-                yield reader.schema.names, map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            file.seek(0)
-            with pa.ipc.open_stream(file) as reader:
-                yield reader.schema.names, reader
+    return ParquetFile(path)
 
 
 def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
@@ -204,6 +147,3 @@ def _values(column: Any) -> Iterable[Any]:
 
 #: The format of Parquet shards.
 open_parquet = ParquetFormat()
-
-#: The format of Arrow's files and streams.
-open_arrow = ArrowFormat()

@@ -6,7 +6,7 @@ Where these are missing, it says what to give instead.
 
 from typing import Any
 
-from shmloader.streams.columns import ArrowFormat, ParquetFormat
+from shmloader.streams.columns import ParquetFormat
 from shmloader.streams.formats import Format
 from shmloader.streams.jsonl import JsonlFormat
 from shmloader.streams.shards import Shards
@@ -39,11 +39,10 @@ def from_hf(
 ) -> Shards:
     """Return a stream of the files of a Hugging Face ``IterableDataset``.
 
-    It takes what ``load_dataset(…, streaming=True, split=…)`` returns, if the files are Parquet,
-    JSON Lines or Arrow. Records are those of :data:`open_parquet`, :data:`open_jsonl` and
-    :data:`open_arrow`: lists of numbers are arrays. What is done to the records comes after it, by
-    the methods of the stream. ``datasets`` has no public name for the files, so this depends on its
-    release.
+    It takes what ``load_dataset(…, streaming=True, split=…)`` returns, if the files are Parquet or
+    JSON Lines. Records are those of :data:`open_parquet` and :data:`open_jsonl`: lists of numbers
+    are arrays. What is done to the records comes after it, by the methods of the stream.
+    ``datasets`` has no public name for the files, so this depends on its release.
 
     Args:
         dataset: The dataset, without ``map()``, ``filter()``, ``shuffle()`` or the like.
@@ -104,7 +103,7 @@ def _check_plain(dataset: Any, source: Any) -> None:
         )
     if type(source).__name__ != "ArrowExamplesIterable" or dataset.info.builder_name is None:
         raise ValueError(
-            "the dataset was not loaded from files of Parquet, JSON Lines or Arrow by "
+            "the dataset was not loaded from files of Parquet or JSON Lines by "
             f"load_dataset(): its source is {type(source).__name__}"
         )
     if getattr(dataset, "_distributed", None) is not None:
@@ -156,12 +155,10 @@ def _format_of(name: str | None, config: Any) -> Format:
             return ParquetFormat(getattr(config, "columns", None))
         case "json":
             return JsonlFormat()
-        case "arrow":
-            return ArrowFormat()
     instead = "give them to Shards(files, open_tar, seed=…)"
     if name != "webdataset":
         instead = "write them as Parquet first"
     raise ValueError(
-        "from_hf takes files of Parquet, JSON Lines and Arrow, but those of this dataset are "
+        "from_hf takes files of Parquet and JSON Lines, but those of this dataset are "
         f"read by the builder {name!r} of datasets: {instead}"
     )

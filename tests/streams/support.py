@@ -64,7 +64,7 @@ def write_tar(path, count, seed=0):
 
 
 def write_table(path, count, seed=0):
-    """Write a shard of Parquet in groups of 7 rows, or of Arrow in batches of 7, as its name says.
+    """Write a shard of Parquet in groups of 7 rows.
 
     Its records have no arrays, so that they can be compared.
     """
@@ -80,16 +80,10 @@ def write_table(path, count, seed=0):
 
 
 def write_columns(path, table, rows=7):
-    """Write a table to a shard: Parquet, a file of Arrow, or a stream of Arrow (``.arrows``)."""
-    import pyarrow as pa
+    """Write a table to a shard of Parquet."""
     from pyarrow import parquet
 
-    if path.endswith("parquet"):
-        parquet.write_table(table, path, row_group_size=rows)
-        return
-    new = pa.ipc.new_stream if path.endswith("arrows") else pa.ipc.new_file
-    with new(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
+    parquet.write_table(table, path, row_group_size=rows)
 
 
 def write_jsonl(path, count, seed=0):

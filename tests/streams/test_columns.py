@@ -1,4 +1,4 @@
-"""Shards of Parquet and Arrow: the values of pyarrow, and lists of numbers as arrays."""
+"""Shards of Parquet: the values of pyarrow, and lists of numbers as arrays."""
 
 import datetime as dt
 
@@ -9,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader import ShardError
-from shmloader.streams import ArrowFormat, ParquetFormat, open_arrow, open_parquet
+from shmloader.streams import ParquetFormat, open_parquet
 from tests.streams.support import write_columns
-
-KINDS = [("parquet", open_parquet), ("arrow", open_arrow), ("arrows", open_arrow)]
-kinds = pytest.mark.parametrize(("ending", "format_"), KINDS, ids=[ending for ending, _ in KINDS])
 
 NUMBERS = [pa.int8(), pa.uint16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()]
 INTS = st.integers(0, 100)
@@ -47,7 +44,6 @@ def columns(draw):
     return pa.array(draw(st.lists(values, min_size=12, max_size=12)), lists)
 
 
-@kinds
 @settings(max_examples=40)
 @given(
     column=columns(),
@@ -55,14 +51,12 @@ def columns(draw):
     batch_rows=st.integers(1, 13),
     start=st.integers(0, 13),
 )
-def test_values_are_those_of_pyarrow(
-    tmp_path_factory, ending, format_, column, rows, batch_rows, start
-):
+def test_values_are_those_of_pyarrow(tmp_path_factory, column, rows, batch_rows, start):
     table = pa.table({"id": range(12), "x": column})
-    path = str(tmp_path_factory.mktemp("columns") / f"a.{ending}")
+    path = str(tmp_path_factory.mktemp("columns") / "a.parquet")
     write_columns(path, table, rows)
     expected = table.to_pylist()
-    format_ = type(format_)(batch_rows=batch_rows)
+    format_ = ParquetFormat(batch_rows=batch_rows)
     found = list(format_.records(path, start))
     assert [{key: plain(value) for key, value in row.items()} for row in found] == expected[start:]
     for row in found:
@@ -75,8 +69,7 @@ def test_values_are_those_of_pyarrow(
     assert found == [expected[row] for row in at]
 
 
-@kinds
-def test_lists_of_numbers_are_arrays_and_all_else_is_pythons(tmp_path, ending, format_):
+def test_lists_of_numbers_are_arrays_and_all_else_is_pythons(tmp_path):
     day = dt.date(2024, 2, 29)
     record = {
         "tokens": [1, 2], "none": None, "empty": [], "text": "é", "bytes": b"\xff", "flag": True,
@@ -92,9 +85,9 @@ def test_lists_of_numbers_are_arrays_and_all_else_is_pythons(tmp_path, ending, f
             ("day", pa.date32()),
         ]
     )  # fmt: skip
-    path = str(tmp_path / f"a.{ending}")
+    path = str(tmp_path / "a.parquet")
     write_columns(path, pa.Table.from_pylist([record] * 3, schema))
-    for found in format_(path):
+    for found in open_parquet(path):
         assert {name for name, value in found.items() if isinstance(value, np.ndarray)} == {
             "tokens", "empty",
         }  # fmt: skip
@@ -102,53 +95,52 @@ def test_lists_of_numbers_are_arrays_and_all_else_is_pythons(tmp_path, ending, f
         assert list(found) == list(record)
 
 
-@kinds
-def test_lists_of_one_length_are_found_in_the_middle_of_a_batch(tmp_path, ending, format_):
-    path = str(tmp_path / f"a.{ending}")
+def test_lists_of_one_length_are_found_in_the_middle_of_a_batch(tmp_path):
+    path = str(tmp_path / "a.parquet")
     rows = [[1, 2, 3], None, [7, 8, 9], [10, 11, 12]]
     write_columns(path, pa.table({"x": pa.array(rows, pa.list_(pa.int32(), 3))}))
-    assert [plain(row["x"]) for row in format_.records(path, 2)] == rows[2:]
+    assert [plain(row["x"]) for row in open_parquet.records(path, 2)] == rows[2:]
     write_columns(path, pa.table({"x": pa.array(rows[2:], pa.list_(pa.int32(), 3))}))
-    (row,) = format_.records(path, 1)
+    (row,) = open_parquet.records(path, 1)
     assert row["x"].tolist() == rows[3]
 
 
-@kinds
-def test_a_list_that_is_null_is_none(tmp_path, ending, format_):
-    path = str(tmp_path / f"a.{ending}")
+def test_a_list_that_is_null_is_none(tmp_path):
+    path = str(tmp_path / "a.parquet")
     write_columns(path, pa.table({"x": pa.array([[1, 2], None, []], pa.list_(pa.int32()))}))
-    assert [plain(row["x"]) for row in format_(path)] == [[1, 2], None, []]
+    assert [plain(row["x"]) for row in open_parquet(path)] == [[1, 2], None, []]
 
 
-@kinds
-def test_columns_are_chosen_in_their_order(tmp_path, ending, format_):
-    path = str(tmp_path / f"a.{ending}")
+def test_columns_are_chosen_in_their_order(tmp_path):
+    path = str(tmp_path / "a.parquet")
     write_columns(path, pa.table({"a": [1, 2], "b": [3, 4], "c": [5, 6]}))
-    chosen = type(format_)(columns=["c", "a"])
+    chosen = ParquetFormat(columns=["c", "a"])
     assert [list(row.items()) for row in chosen(path)] == [
         [("c", 5), ("a", 1)], [("c", 6), ("a", 2)],
     ]  # fmt: skip
     assert chosen.at(path, [1]) == [{"c": 6, "a": 2}]
     with pytest.raises(ShardError, match=r"has no column 'd', but \['a', 'b', 'c'\]"):
-        next(type(format_)(columns=["a", "d"]).records(path))
+        next(ParquetFormat(columns=["a", "d"]).records(path))
 
 
-@kinds
-def test_a_shard_without_rows_has_no_records(tmp_path, ending, format_):
-    path = str(tmp_path / f"a.{ending}")
+def test_a_shard_without_rows_has_no_records(tmp_path):
+    path = str(tmp_path / "a.parquet")
     write_columns(path, pa.table({"a": pa.array([], pa.int64())}))
-    assert (list(format_(path)), format_.count(path), format_.at(path, [])) == ([], 0, [])
+    assert (list(open_parquet(path)), open_parquet.count(path), open_parquet.at(path, [])) == (
+        [],
+        0,
+        [],
+    )
 
 
-@kinds
 @pytest.mark.parametrize("damage", ["empty", "text", "cut"])
-def test_a_damaged_shard_is_named(tmp_path, ending, format_, damage):
-    path = tmp_path / f"a.{ending}"
+def test_a_damaged_shard_is_named(tmp_path, damage):
+    path = tmp_path / "a.parquet"
     write_columns(str(path), pa.table({"a": range(2000)}), rows=2000)
     data = path.read_bytes()
     path.write_bytes({"empty": b"", "text": b"text " * 9, "cut": data[: len(data) // 2]}[damage])
     with pytest.raises(ShardError, match=f"shard {path} cannot be read") as info:
-        list(format_(str(path)))
+        list(open_parquet(str(path)))
     assert (info.value.shard, info.value.record) == (str(path), None)
     assert "\n" not in str(info.value)
 
@@ -166,12 +158,11 @@ def test_row_groups_without_a_wanted_record_are_not_read(tmp_path):
     assert open_parquet.at(str(path), [39_999, 30_000]) == [{"a": 39_999}, {"a": 30_000}]
 
 
-@pytest.mark.parametrize("format_", [ParquetFormat, ArrowFormat])
-def test_wrong_arguments_are_refused(format_):
+def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="columns should be a list of names, but is 'text'"):
-        format_(columns="text")
+        ParquetFormat(columns="text")
     with pytest.raises(ValueError, match="columns should have a name"):
-        format_(columns=[])
+        ParquetFormat(columns=[])
     with pytest.raises(ValueError, match="batch_rows should be 1 or more, but got batch_rows=0"):
-        format_(batch_rows=0)
-    assert repr(format_(["a"])) == f"{format_.__name__}(columns=['a'], batch_rows=256)"
+        ParquetFormat(batch_rows=0)
+    assert repr(ParquetFormat(["a"])) == "ParquetFormat(columns=['a'], batch_rows=256)"

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from shmloader import ShardError
 from shmloader.streams import (
-    ArrowFormat,
     ParquetFormat,
     as_format,
-    open_arrow,
     open_jsonl,
     open_parquet,
     open_tar,
@@ -34,8 +32,6 @@ SHARDS = [
     *(("jsonl" + ending, open_jsonl) for ending in COMPRESSIONS),
     ("parquet", ParquetFormat(batch_rows=4)),
     ("parquet", open_parquet),
-    ("arrow", ArrowFormat(batch_rows=4)),
-    ("arrows", open_arrow),
     ("jsonl", as_format(lines_of)),
 ]
 
@@ -45,8 +41,8 @@ def shard(request, tmp_path_factory):
     """A shard of 30 records, its format, and the records."""
     ending, format_ = request.param
     path = str(tmp_path_factory.mktemp("shards") / f"shard.{ending}")
-    write = {"tar": write_tar, "jsonl": write_jsonl, "parquet": write_table, "arrow": write_table}
-    return path, format_, write[ending.partition(".")[0].rstrip("s")](path, 30)
+    write = {"tar": write_tar, "jsonl": write_jsonl, "parquet": write_table}
+    return path, format_, write[ending.partition(".")[0]](path, 30)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)

@@ -32,9 +32,6 @@ def write_shards(folder, kind, count=4):
         path = folder / f"{number}.{kind}"
         if kind == "parquet":
             parquet.write_table(pa.Table.from_pylist(records), path)
-        elif kind == "arrow":
-            with pa.ipc.new_stream(path, pa.Table.from_pylist(records).schema) as writer:
-                writer.write_table(pa.Table.from_pylist(records))
         else:
             data = "".join(json.dumps(record) + "\n" for record in records).encode()
             path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
@@ -57,7 +54,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "builder"),
-    [("parquet", "parquet"), ("jsonl", "json"), ("jsonl.gz", "json"), ("arrow", "arrow")],
+    [("parquet", "parquet"), ("jsonl", "json"), ("jsonl.gz", "json")],
 )
 def test_the_stream_has_the_records_of_the_dataset(kind, builder, tmp_path):
     write_shards(tmp_path, kind)

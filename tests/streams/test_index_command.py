@@ -45,7 +45,7 @@ def test_a_name_that_says_no_format_is_refused(capsys):
     assert main(["index", "a.tar", "b.bin"]) == 2
     assert capsys.readouterr().err == (
         "shmloader index: error: b.bin: its name should end in .tar, .jsonl, .ndjson, .parquet, "
-        ".arrow, .gz or .zst\n"
+        ".gz or .zst\n"
     )
     with pytest.raises(SystemExit) as info:
         main(["index"])
