@@ -3,17 +3,14 @@
 No index is needed: the files themselves say how many rows each part of them has.
 """
 
-import bisect
-import contextlib
 import itertools
-import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from shmloader.sampling.arguments import whole_number
-from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
+from shmloader.streams.formats import IndexedFormat, between, reading, unreadable
 
 _Record = dict[str, Any]
 
@@ -44,55 +41,38 @@ class ParquetFormat(IndexedFormat):
     def __repr__(self) -> str:
         return f"ParquetFormat(columns={self._columns}, batch_rows={self._batch_rows})"
 
-    def records(self, path: str, start: int = 0) -> Iterator[_Record]:
-        """Yield the rows in the order of the file, from number ``start`` on.
-
-        Raises:
-            ShardError: If the file cannot be read, or lacks a column.
-        """
-        wanted = range(start, sys.maxsize)
-        with reading(path), contextlib.closing(self._batches(path, wanted)) as batches:
-            for first, batch in batches:
-                yield from _rows(batch.slice(max(0, start - first)))
-
     def count(self, path: str) -> int:
         """Return the number of rows, from the metadata of the file."""
         with reading(path), _open(path) as file:
             return int(file.metadata.num_rows)
 
-    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[_Record]:
-        check_numbers(path, numbers, self.count(path))
-        with contextlib.closing(self._batches(path, numbers)) as batches:
-            for first, batch in batches:
-                here = _between(numbers, first, first + len(batch))
-                yield from _rows(batch.take(np.array(here) - first))
-                if here[-1] == numbers[-1]:
-                    return
+    def read(self, path: str, numbers: Sequence[int]) -> Iterator[_Record]:
+        """Yield the rows of ascending numbers.
 
-    def _batches(self, path: str, wanted: Sequence[int]) -> Generator[tuple[int, Any]]:
-        """Yield the batches that have one of these ascending rows, and the number of their first.
-
-        They come in the order of the file.
+        Raises:
+            ShardError: If the file cannot be read, or lacks a column.
         """
-        with _open(path) as file:
+        with reading(path), _open(path) as file:
             names = file.schema_arrow.names
             for name in self._columns or ():
                 if name not in names:
                     raise unreadable(path, f"it has no column {name!r}, but {names}")
-            columns = names if self._columns is None else self._columns
-            counts = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
-            ends = list(itertools.accumulate(counts))
-            for group, (end, count) in enumerate(zip(ends, counts, strict=True)):
-                first = end - count
-                if not _between(wanted, first, end):
+            columns, end = names if self._columns is None else self._columns, 0
+            for group in range(file.num_row_groups):
+                first, end = end, end + file.metadata.row_group(group).num_rows
+                if not between(numbers, first, end):
                     continue
                 # Without threads: the workers of a loader run beside each other.
                 for batch in file.iter_batches(
                     self._batch_rows, row_groups=[group], columns=columns, use_threads=False
                 ):
-                    if _between(wanted, first, first + len(batch)):
-                        yield first, batch.select(columns)
+                    if here := between(numbers, first, first + len(batch)):
+                        is_whole = len(here) == len(batch)
+                        rows = batch if is_whole else batch.take(np.array(here) - first)
+                        yield from _rows(rows.select(columns))
                     first += len(batch)
+                    if first > numbers[-1]:
+                        return
 
 
 def _open(path: str) -> Any:
@@ -102,11 +82,6 @@ def _open(path: str) -> Any:
     except ImportError as error:
         raise ImportError(f"reading {path} takes pyarrow: pip install pyarrow") from error
     return ParquetFile(path)
-
-
-def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
-    """Return those of ascending numbers that are from ``first`` to before ``end``."""
-    return numbers[bisect.bisect_left(numbers, first) : bisect.bisect_left(numbers, end)]
 
 
 def _rows(batch: Any) -> Iterator[_Record]:

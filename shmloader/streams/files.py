@@ -7,7 +7,6 @@ file can only be read forward, so a place that was passed costs reading the file
 import gzip
 import importlib
 import io
-import math
 import os
 import sys
 import zlib
@@ -21,9 +20,6 @@ _ZSTD = (".zst", ".tzst")
 # Classes of exceptions, by their modules, which need not be imported.
 ZSTD_MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _ERRORS = {ZSTD_MODULE: "ZstdError", "pyarrow": "ArrowException"}
-
-# So many bytes are on their way from the disk.
-_AHEAD_BYTES = 8 << 20
 
 # So many bytes are read at once, if less is asked for.
 _BUFFER_BYTES = 64 << 10
@@ -51,14 +47,10 @@ def uncompressed_name(path: str) -> str:
     return name.removesuffix(".gz").removesuffix(".zst")
 
 
-def open_file(path: str, buffer_bytes: int = _BUFFER_BYTES) -> IO[bytes]:
+def open_file(path: str) -> IO[bytes]:
     """Open a shard for reading from its beginning, and decompress what is read.
 
     The file can seek. In a compressed one that is reading up to a place, so only go forward.
-
-    Args:
-        path: The shard.
-        buffer_bytes: So many bytes are read from the disk at once, if less is asked for.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -66,7 +58,9 @@ def open_file(path: str, buffer_bytes: int = _BUFFER_BYTES) -> IO[bytes]:
         ImportError: If zstd is needed, and its package is not installed.
     """
     if not is_compressed(path):
-        return Path(path).open("rb", buffer_bytes)
+        file = Path(path).open("rb", _BUFFER_BYTES)  # noqa: SIM115 - the caller closes it
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return file
     if not Path(path).stat().st_size:
         raise EOFError("it is empty, which no compressed file is")
     is_gzip = path.lower().endswith(_GZIP)
@@ -78,25 +72,6 @@ def _open_zstd(path: str) -> Any:
         return importlib.import_module(ZSTD_MODULE).open(path, "rb")
     except ImportError as error:
         raise ImportError(f"{path} is compressed by zstd: pip install backports.zstd") from error
-
-
-class ReadAhead:
-    """Asks the system to read a file from the disk before the program gets there.
-
-    Args:
-        file: The file of a shard. Nothing is asked for a compressed one.
-        path: Its path.
-    """
-
-    def __init__(self, file: IO[bytes], path: str) -> None:
-        self._file, self._end = file, math.inf if is_compressed(path) else 0
-
-    def reach(self, offset: int) -> None:
-        """Say that the program reads on from an offset."""
-        if offset + _AHEAD_BYTES // 2 >= self._end:
-            begin = max(offset, int(self._end))
-            os.posix_fadvise(self._file.fileno(), begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            self._end = begin + _AHEAD_BYTES
 
 
 def read_errors() -> tuple[type[Exception], ...]:

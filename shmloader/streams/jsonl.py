@@ -1,7 +1,4 @@
-"""JSON Lines shards: a record a line.
-
-Reading from the beginning needs no index. To find record n, an index has where each line begins.
-"""
+"""JSON Lines shards: a record a line. An index has where each line begins."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.streams.files import is_compressed, open_file
-from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
+from shmloader.streams.files import open_file
+from shmloader.streams.formats import IndexedFormat, between, reading, unreadable
 from shmloader.streams.index import Arrays, arrays_of
 
 _decode = json.JSONDecoder().decode
@@ -26,38 +23,23 @@ class JsonlFormat(IndexedFormat):
     def __repr__(self) -> str:
         return "open_jsonl"
 
-    def records(self, path: str, start: int = 0) -> Iterator[Any]:
-        """Yield the records in the order of the lines, from number ``start`` on.
+    def read(self, path: str, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yield the records of ascending numbers.
 
         Raises:
             ShardError: If the file cannot be read; or if a line is no JSON, when it is reached.
         """
         with reading(path):
-            number = 0
+            starts = self._starts(path)
             with open_file(path) as file:
-                if start and not is_compressed(path):
-                    starts = self._starts(path)
-                    number = min(start, len(starts) - 1)
+                for number in between(numbers, 0, len(starts) - 1):
                     file.seek(int(starts[number]))
-                for line in file:
-                    if line.isspace():
-                        continue
-                    if number >= start:
-                        yield _record(path, number, line)
-                    number += 1
+                    yield _record(path, number, file.readline())
 
     def count(self, path: str) -> int:
         """Return the number of records, from the index."""
         with reading(path):
             return len(self._starts(path)) - 1
-
-    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[Any]:
-        starts = self._starts(path)
-        check_numbers(path, numbers, len(starts) - 1)
-        with open_file(path) as file:
-            for number in numbers:
-                file.seek(int(starts[number]))
-                yield _record(path, number, file.readline())
 
     def _starts(self, path: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Return where the line of each record begins, and where the file ends: int64."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -12,8 +13,8 @@ from shmloader.streams.cache import ShardCache
 from shmloader.streams.formats import Format
 from shmloader.streams.stages import Item, Key, Run, Stage, State
 
-# Shard and record of a key.
-_place = itemgetter(1, 2)
+# The pass and the shard of a key.
+_turn_and_shard = itemgetter(0, 1)
 
 
 class ShardRecords(Stage):
@@ -72,7 +73,7 @@ class ShardRecords(Stage):
         lease = self._held.enter_context(self._cache.open(self._paths[shard]))
         for following in self._order[self._at + 1 : self._at + 2]:
             self._cache.prefetch(self._paths[following])
-        return iter(self._form.records(lease.path, self._number))
+        return iter(self._form.read(lease.path, range(self._number, sys.maxsize)))
 
     def _failed_record(self, error: Exception) -> int | None:
         """Return the number of the record that an error is about; None if the shard is."""
@@ -99,26 +100,24 @@ class ShardRecords(Stage):
     def again(self, keys: Sequence[Key]) -> list[Item]:
         """Read records by point reads, shard by shard."""
         found: list[Item] = []
-        for shard, wanted in itertools.groupby(sorted(keys, key=_place), lambda key: key[1]):
+        for (_, shard), wanted in itertools.groupby(sorted(keys), _turn_and_shard):
             found += self._again_of(shard, list(wanted))
         return found
 
     def _again_of(self, shard: int, keys: Sequence[Key]) -> list[Item]:
         if not (self.run.guard.is_watching and self._form.seeks):
             with Suppressed(Exception):  # which of them failed is found out one by one
-                return list(zip(keys, self._read_again(shard, keys), strict=True))
+                return list(zip(keys, self._read_again(shard, keys), strict=False))
         return [(key, self._one_again(key)) for key in keys]
 
-    def _read_again(self, shard: int, keys: Sequence[Key]) -> list[Any]:
+    def _read_again(self, shard: int, keys: Sequence[Key]) -> Iterator[Any]:
         with self._cache.open(self._paths[shard]) as lease:
-            return self._form.at(lease.path, [key[2] for key in keys])
+            yield from self._form.read(lease.path, [key[2] for key in keys])
+        raise ShardError(f"shard {self._paths[shard]} has fewer records than before")
 
     def _one_again(self, key: Key) -> Any:
-        def read() -> Iterator[Any]:
-            yield from self._read_again(key[1], [key])
-
         try:
-            return self.run.guard.read(read(), key, self)
+            return self.run.guard.read(self._read_again(key[1], [key]), key, self)
         except Exception as error:  # noqa: BLE001 - it takes the place of the record, as before
             return self.run.guard.failed(error, key, self)
 

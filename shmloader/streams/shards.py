@@ -10,9 +10,9 @@ from typing import Any
 from shmloader.errors import ShardError
 from shmloader.sampling.arguments import flag, whole_number
 from shmloader.streams.cache import ShardCache
-from shmloader.streams.files import local_path
+from shmloader.streams.files import is_compressed, local_path
 from shmloader.streams.fingerprints import names_digest
-from shmloader.streams.formats import Format, as_format, can_seek
+from shmloader.streams.formats import Format, as_format
 from shmloader.streams.records import ShardRecords
 from shmloader.streams.stages import Run, permutation
 from shmloader.streams.stream import Stream
@@ -95,7 +95,7 @@ class Shards(Stream):
         form, seed = as_format(open), whole_number(seed, "seed", minimum=0)
         is_shuffled = flag(shuffle_shards, "shuffle_shards")
         cache = ShardCache() if cache is None else cache
-        seeks = all(can_seek(form, path) for path in found)
+        seeks = form.seeks and not any(map(is_compressed, found))
         super().__init__(ShardRoot(found, form, seed, is_shuffled, readers, cache, store, seeks))
 
 

@@ -4,21 +4,16 @@ An index says where the files of each sample lie. It is made from the headers of
 which ``tarfile`` reads.
 """
 
-import io
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from shmloader.streams.files import ReadAhead, open_file
-from shmloader.streams.formats import IndexedFormat, check_numbers, reading, unreadable
+from shmloader.streams.files import open_file
+from shmloader.streams.formats import IndexedFormat, between, reading, unreadable
 from shmloader.streams.index import Arrays, arrays_of
-
-# So many bytes are read by one call, if files have fewer than ``_LARGE_BYTES`` on average. Larger
-# ones are read one by one, since copying them out of what was read takes longer than a call.
-_READ_BYTES, _LARGE_BYTES = 1 << 20, 8 << 10
 
 # A base name, which ends at the first dot of the last part of the path; and an extension.
 _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
@@ -40,63 +35,35 @@ class TarFormat(IndexedFormat):
     def __repr__(self) -> str:
         return "open_tar"
 
-    def records(self, path: str, start: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the samples in the order of the archive, from number ``start`` on.
+    def read(self, path: str, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the samples of ascending numbers.
 
         Raises:
             ShardError: If the archive cannot be read or is damaged, or a sample has two files of
                 one extension, before the first sample.
         """
         with reading(path):
-            index = _Index(path)
-            yield from index.read(range(start, index.count))
+            arrays = arrays_of(path, "tar", _make)
+            keys, names = _split(arrays["keys"]), _split(arrays["names"])
+            firsts, name_ids, offsets, sizes = (
+                arrays[name].tolist() for name in ("firsts", "name_ids", "offsets", "sizes")
+            )
+            with open_file(path) as file:
+                seek, read = file.seek, file.read
+                for number in between(numbers, 0, len(firsts) - 1):
+                    sample: dict[str, Any] = {"__key__": keys[number]}
+                    for at in range(firsts[number], firsts[number + 1]):
+                        seek(offsets[at])
+                        sample[names[name_ids[at]]] = data = read(sizes[at])
+                        if len(data) < sizes[at]:
+                            end = offsets[at] + len(data)
+                            raise unreadable(path, f"it ends at byte {end}", number)
+                    yield sample
 
     def count(self, path: str) -> int:
         """Return the number of samples, from the index."""
         with reading(path):
-            return _Index(path).count
-
-    def _at(self, path: str, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
-        index = _Index(path)
-        check_numbers(path, numbers, index.count)
-        return index.read(numbers)
-
-
-class _Index:
-    """Where the files of each sample lie in an archive.
-
-    Attributes:
-        count: Number of samples.
-
-    Args:
-        path: The archive.
-    """
-
-    def __init__(self, path: str) -> None:
-        arrays = arrays_of(path, "tar", _make)
-        self._path, self._arrays, self.count = path, arrays, len(arrays["firsts"]) - 1
-        self._keys, self._names = _split(arrays["keys"]), _split(arrays["names"])
-
-    def read(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the samples of ascending numbers."""
-        keys, names = self._keys, self._names
-        firsts, name_ids, offsets, sizes = (
-            self._arrays[name].tolist() for name in ("firsts", "name_ids", "offsets", "sizes")
-        )
-        is_large = sum(sizes) > _LARGE_BYTES * len(sizes)
-        buffer = io.DEFAULT_BUFFER_SIZE if is_large else _READ_BYTES
-        with open_file(self._path, buffer) as file:
-            seek, read, reach = file.seek, file.read, ReadAhead(file, self._path).reach
-            for number in numbers:
-                sample: dict[str, Any] = {"__key__": keys[number]}
-                reach(offsets[firsts[number]])
-                for at in range(firsts[number], firsts[number + 1]):
-                    seek(offsets[at])
-                    sample[names[name_ids[at]]] = data = read(sizes[at])
-                    if len(data) < sizes[at]:
-                        end = offsets[at] + len(data)
-                        raise unreadable(self._path, f"it ends at byte {end}", number)
-                yield sample
+            return len(arrays_of(path, "tar", _make)["firsts"]) - 1
 
 
 def _make(path: str) -> Arrays:
@@ -110,7 +77,6 @@ def _make(path: str) -> Arrays:
     names = dict[str, int]()  # each extension, and its number
     name = ""
     with open_file(path) as file:
-        ahead = ReadAhead(file, path)
         try:
             archive: Any = tarfile.TarFile(fileobj=file, encoding="utf-8")
             while (member := archive.next()) is not None:
@@ -118,7 +84,6 @@ def _make(path: str) -> Arrays:
                 name = member.name
                 if member.issparse():
                     raise ValueError("which is sparse: pack it without --sparse")
-                ahead.reach(member.offset_data)
                 parts = _NAME.fullmatch(name)
                 if not member.isreg() or parts is None or _META.match(name):
                     continue

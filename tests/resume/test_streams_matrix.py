@@ -13,6 +13,7 @@ import random
 import pytest
 
 from shmloader.streams import Shards, mix
+from shmloader.streams.formats import between
 from tests.streams.support import run_ranks
 
 COUNTS = (1, 2, 5, 8)
@@ -30,11 +31,8 @@ class Numbers:
     def count(self, path):
         return 5 + int(path) * 7 % 23
 
-    def records(self, path, start=0):
-        return iter(self.at(path, range(start, self.count(path))))
-
-    def at(self, path, numbers):
-        return [1_000 * int(path) + number for number in numbers]
+    def read(self, path, numbers):
+        yield from (1_000 * int(path) + each for each in between(numbers, 0, self.count(path)))
 
 
 def is_kept(record):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shmloader.errors import ShardError
 from shmloader.streams import Shards, Stream, mix
+from shmloader.streams.formats import between
 from shmloader.streams.reader import Reader, Reading
 from shmloader.streams.stages import Failed, Guard, Item, Run
 
@@ -21,8 +22,8 @@ class MadeFormat:
     def __init__(self, *, seeks: bool = True) -> None:
         self.seeks = seeks
 
-    def records(self, path: str, start: int = 0) -> Iterator[Any]:
-        for number in range(start, self.count(path)):
+    def read(self, path: str, numbers: Sequence[int]) -> Iterator[Any]:
+        for number in between(numbers, 0, self.count(path)):
             yield self._read(path, number)
 
     def count(self, path: str) -> int:
@@ -30,10 +31,6 @@ class MadeFormat:
         if bad == "all":
             raise ShardError(f"shard {path} is broken", path)
         return int(count)
-
-    def at(self, path: str, numbers: Sequence[int]) -> list[Any]:
-        self.count(path)
-        return [self._read(path, number) for number in numbers]
 
     def _read(self, path: str, number: int) -> list[int]:
         name, _, bad = path.split("/")

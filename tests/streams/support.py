@@ -5,6 +5,7 @@ import gzip
 import importlib
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -94,6 +95,11 @@ def write_jsonl(path, count, seed=0):
         path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
     )
     return records
+
+
+def rest_of_shard(format_, path, start=0):
+    """Yield the records of a shard from a number on."""
+    return format_.read(path, range(start, sys.maxsize))
 
 
 def run_ranks(make_stream, world_size, num_workers, steps=None, state=None, **arguments):

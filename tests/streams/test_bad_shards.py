@@ -62,12 +62,9 @@ class Stuck:
     def count(self, path):
         raise NotImplementedError
 
-    def at(self, path, numbers):
-        raise NotImplementedError
-
-    def records(self, path, start=0):
+    def read(self, path, numbers):
         if path == "1":
-            yield from [(path, 0), (path, 1)][start:]
+            yield from [(path, 0), (path, 1)][numbers[0] :]
             raise ShardError("broken", path, 0)
         yield path, 0
 
@@ -88,9 +85,8 @@ def test_a_cut_compressed_shard_is_no_end_of_the_shard(tmp_path, ending, size):
     Path(paths[0]).write_bytes(data[:size])
     write(paths[1], b"7\n")
     found, failures = load(paths, open_jsonl, on_error="skip")
-    assert found == [*lines[: len(found) - 1], 7]
-    assert len(found) <= len(lines)
-    assert [each.index for each in failures] == [f"record {len(found) - 1} of shard {paths[0]}"]
+    assert found == [7]
+    assert [each.index for each in failures] == [f"record 0 of shard {paths[0]}"]
     assert "it is no JSON" not in str(failures[0].error)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shmloader import ShardError
 from shmloader.streams import ParquetFormat, open_parquet
-from tests.streams.support import write_columns
+from tests.streams.support import rest_of_shard, write_columns
 
 NUMBERS = [pa.int8(), pa.uint16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()]
 INTS = st.integers(0, 100)
@@ -57,15 +57,15 @@ def test_values_are_those_of_pyarrow(tmp_path_factory, column, rows, batch_rows,
     write_columns(path, table, rows)
     expected = table.to_pylist()
     format_ = ParquetFormat(batch_rows=batch_rows)
-    found = list(format_.records(path, start))
+    found = list(rest_of_shard(format_, path, start))
     assert [{key: plain(value) for key, value in row.items()} for row in found] == expected[start:]
     for row in found:
         if isinstance(row["x"], np.ndarray):
             assert row["x"].dtype == np.dtype(column.type.value_type.to_pandas_dtype())
             assert row["x"].flags.writeable
             assert row["x"].flags.owndata
-    at = [7, 0, 11, 7]
-    found = [{key: plain(value) for key, value in row.items()} for row in format_.at(path, at)]
+    at = [0, 7, 11]
+    found = [{key: plain(value) for key, value in row.items()} for row in format_.read(path, at)]
     assert found == [expected[row] for row in at]
 
 
@@ -99,9 +99,9 @@ def test_lists_of_one_length_are_found_in_the_middle_of_a_batch(tmp_path):
     path = str(tmp_path / "a.parquet")
     rows = [[1, 2, 3], None, [7, 8, 9], [10, 11, 12]]
     write_columns(path, pa.table({"x": pa.array(rows, pa.list_(pa.int32(), 3))}))
-    assert [plain(row["x"]) for row in open_parquet.records(path, 2)] == rows[2:]
+    assert [plain(row["x"]) for row in rest_of_shard(open_parquet, path, 2)] == rows[2:]
     write_columns(path, pa.table({"x": pa.array(rows[2:], pa.list_(pa.int32(), 3))}))
-    (row,) = open_parquet.records(path, 1)
+    (row,) = rest_of_shard(open_parquet, path, 1)
     assert row["x"].tolist() == rows[3]
 
 
@@ -118,19 +118,16 @@ def test_columns_are_chosen_in_their_order(tmp_path):
     assert [list(row.items()) for row in chosen(path)] == [
         [("c", 5), ("a", 1)], [("c", 6), ("a", 2)],
     ]  # fmt: skip
-    assert chosen.at(path, [1]) == [{"c": 6, "a": 2}]
+    assert list(chosen.read(path, [1])) == [{"c": 6, "a": 2}]
     with pytest.raises(ShardError, match=r"has no column 'd', but \['a', 'b', 'c'\]"):
-        next(ParquetFormat(columns=["a", "d"]).records(path))
+        next(ParquetFormat(columns=["a", "d"])(path))
 
 
 def test_a_shard_without_rows_has_no_records(tmp_path):
     path = str(tmp_path / "a.parquet")
     write_columns(path, pa.table({"a": pa.array([], pa.int64())}))
-    assert (list(open_parquet(path)), open_parquet.count(path), open_parquet.at(path, [])) == (
-        [],
-        0,
-        [],
-    )
+    assert (list(open_parquet(path)), open_parquet.count(path)) == ([], 0)
+    assert list(open_parquet.read(path, [0])) == []
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "cut"])
@@ -153,9 +150,9 @@ def test_row_groups_without_a_wanted_record_are_not_read(tmp_path):
     data[4 : len(data) // 2 - 2_000] = bytes(len(data) // 2 - 2_004)
     path.write_bytes(data)
     with pytest.raises(ShardError):
-        open_parquet.at(str(path), [0])
-    assert next(open_parquet.records(str(path), 30_001)) == {"a": 30_001}
-    assert open_parquet.at(str(path), [39_999, 30_000]) == [{"a": 39_999}, {"a": 30_000}]
+        next(open_parquet.read(str(path), [0]))
+    assert next(rest_of_shard(open_parquet, str(path), 30_001)) == {"a": 30_001}
+    assert list(open_parquet.read(str(path), [30_000, 39_999])) == [{"a": 30_000}, {"a": 39_999}]
 
 
 def test_wrong_arguments_are_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmloader import ShardError
 from shmloader.streams import open_jsonl
-from tests.streams.support import write
+from tests.streams.support import rest_of_shard, write
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -44,8 +44,8 @@ def test_records_are_the_lines_that_are_not_blank(
     assert list(open_jsonl(path)) == expected
     assert open_jsonl.count(path) == len(expected)
     for start in range(len(expected) + 1):
-        assert list(open_jsonl.records(path, start)) == expected[start:]
-    assert open_jsonl.at(path, range(len(expected))) == expected
+        assert list(rest_of_shard(open_jsonl, path, start)) == expected[start:]
+    assert list(open_jsonl.read(path, range(len(expected)))) == expected
 
 
 def test_what_json_takes_is_taken(tmp_path):
@@ -68,8 +68,8 @@ def test_a_bad_line_is_named_and_the_next_ones_can_be_read(tmp_path, line, endin
     ) as info:
         next(records)
     assert (info.value.shard, info.value.record) == (path, 2)
-    assert list(open_jsonl.records(path, 3)) == [4]
+    assert list(rest_of_shard(open_jsonl, path, 3)) == [4]
     assert open_jsonl.count(path) == 4
-    assert open_jsonl.at(path, [3, 0]) == [4, 1]
+    assert list(open_jsonl.read(path, [0, 3])) == [1, 4]
     with pytest.raises(ShardError, match="record 2 of shard"):
-        open_jsonl.at(path, [0, 2])
+        list(open_jsonl.read(path, [0, 2]))
