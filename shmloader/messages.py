@@ -95,10 +95,6 @@ class ResumeStream(NamedTuple):
     checkpoint: Any
 
 
-class Leave(NamedTuple):
-    """Main → worker: receive no more tasks from the queue, and answer with :class:`Left`."""
-
-
 # From a worker to the main process ---------------------------------------------------------
 
 
@@ -144,12 +140,8 @@ class EpochStarted(NamedTuple):
     beginning: Any
 
 
-class Left(NamedTuple):
-    """Worker → main: the answer to :class:`Leave`. All earlier tasks are answered."""
-
-
-ToWorker = StartEpoch | ResumeStream | Leave
-FromWorker = Answered | StreamEnded | EpochStarted | Left
+ToWorker = StartEpoch | ResumeStream
+FromWorker = Answered | StreamEnded | EpochStarted
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:

@@ -236,12 +236,10 @@ class StagedEngine:
     Args:
         engine: The engine, whose workers are running.
         stage: Processes each batch.
-        window: Tickets that are drawn at an epoch's start.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
 
     Attributes:
         owner: Ends the engine, the stage and the thread.
-        window: Tickets that are drawn at the next epoch's start.
         is_waiting: Whether :meth:`next_batch` waits, or was left by an exception while it only
             waited.
         delivery: See :attr:`Engine.delivery`.
@@ -249,10 +247,9 @@ class StagedEngine:
         staged: :attr:`Result.staged` of the batch that was returned last.
     """
 
-    def __init__(self, engine: Engine, stage: Stage, window: int, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, stage: Stage, timeout_s: float) -> None:
         self.owner = ThreadOwner(engine, stage)
         self._engine, self._stage = engine, stage
-        self.window = window
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
         self._readings: ReaderOrder | None = None
@@ -271,7 +268,7 @@ class StagedEngine:
         thread = self.owner.thread = EngineThread(self._engine, self._stage)
         self._engine.attach(thread)
         try:
-            for _ in range(self.window):
+            for _ in range(self._engine.tickets_at_start):
                 if not self._draw_one(thread):
                     break
         finally:

@@ -159,6 +159,11 @@ class Engine:
         """Whether ``next_batch`` waits, or was left by an exception while it only waited."""
         return self._pool.is_waiting
 
+    @property
+    def tickets_at_start(self) -> int:
+        """How many tickets are drawn at an epoch's beginning."""
+        return self._scheduler.tickets_at_start
+
     def resume(self) -> None:
         """Tell each worker where its dataset begins, before the first task is sent.
 
@@ -186,7 +191,7 @@ class Engine:
         self._draw = tickets.__next__
         self._readings = tickets if type(tickets) is ReaderOrder else None
         self.draw_ns = 0
-        for _ in range(self._scheduler.tickets_asked):
+        for _ in range(self.tickets_at_start):
             self._offer()
 
     def restart(self, tickets: Iterator[object]) -> None:
@@ -460,13 +465,11 @@ class Engine:
         return late_batch(self._timeout_s, self._pool, self._scheduler)
 
     def _adjust_workers(self) -> None:
-        """Replace lost workers, start wanted ones, and have others leave."""
+        """Replace lost workers, and start wanted ones."""
         scheduler, workers = self._scheduler, self._scheduler.workers
         if self._wanted_workers is not None:
             wanted, self._wanted_workers = self._wanted_workers, None
             scheduler.workers_wanted(wanted)
-        while (leaving := workers.next_leaving()) is not None:
-            self._pool.leave(leaving.worker_id)
         if workers.next_missing() is not None:
             if self._own is None:
                 self._start_workers()
@@ -500,11 +503,11 @@ class Engine:
 
     @property
     def present_workers(self) -> int:
-        """The number of workers, without LEAVING and GONE ones. May be read from any thread."""
+        """The number of workers, without GONE ones. May be read from any thread."""
         return self._scheduler.workers.present_count
 
     def want_workers(self, count: int) -> None:
-        """Set how many workers there should be. Called from any thread."""
+        """Set how many workers there should be, at least. Called from any thread."""
         self._wanted_workers = count
         self.wake()
 
@@ -524,11 +527,6 @@ class Engine:
     def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
         """Record that a worker has finished the previous epoch, and begins the next one there."""
         self._scheduler.left_epoch(worker_id, beginning)
-
-    def left(self, worker_id: int) -> None:
-        """End a worker that receives no more tasks, as it was asked to."""
-        self._pool.retire(worker_id)
-        self._scheduler.worker_left(worker_id)
 
     def lost(
         self,

@@ -7,13 +7,11 @@ The states of a slot::
 
 The states of a worker::
 
-    GONE ──▶ RUNNING ──▶ LEAVING ──▶ GONE
-                │           ├──────▶ GONE    (it died)
-                ├───────────┴──────▶ DEAD    (it died, and no restart is left)
-                └──▶ LOST ──▶ RUNNING        (it is restarted)
+    GONE ──▶ RUNNING ──▶ DEAD             (it died, and no restart is left)
+                └──▶ LOST ──▶ RUNNING     (it is restarted)
 
-With a fixed number of workers no worker is ever LEAVING or GONE. A worker's record outlives the
-process or thread: the replacement has the same number, and resumes where the record says.
+A worker is GONE before it is started. A worker's record outlives the process or thread: the
+replacement has the same number, and resumes where the record says.
 """
 
 import enum
@@ -101,13 +99,12 @@ class WorkerState(enum.Enum):
     """The state of a worker."""
 
     RUNNING = "running"
-    LEAVING = "leaving, once it has answered its ticket"
-    GONE = "not running"
+    GONE = "not started"
     LOST = "lost, and about to be restarted"
     DEAD = "dead, and not restarted"
 
 
-RUNNING, LEAVING, GONE, LOST, DEAD = WorkerState
+RUNNING, GONE, LOST, DEAD = WorkerState
 
 
 @dataclass(slots=True)
@@ -141,14 +138,14 @@ class Worker:
     @property
     def is_alive(self) -> bool:
         """Whether its process or thread runs, as far as is known."""
-        return self.state is RUNNING or self.state is LEAVING
+        return self.state is RUNNING
 
 
 class WorkerTable(list[Worker]):
     """All workers of an engine by number, and how many of them are wanted.
 
     Attributes:
-        wanted_count: How many workers should be present. These are the first ones by number.
+        wanted_count: How many workers should be present, at least: the first ones by number.
 
     Args:
         worker_count: The most workers there may be.
@@ -164,18 +161,7 @@ class WorkerTable(list[Worker]):
     @property
     def present_count(self) -> int:
         """The number of present workers. May be read from any thread."""
-        return sum(worker.state is not GONE and worker.state is not LEAVING for worker in self)
-
-    def next_leaving(self) -> Worker | None:
-        """Make a running worker that is not wanted LEAVING, and return it; None if there is none.
-
-        A worker that is LOST leaves only after it has been restarted.
-        """
-        for worker in self[self.wanted_count :]:
-            if worker.state is RUNNING:
-                worker.state = LEAVING
-                return worker
-        return None
+        return sum(worker.state is not GONE for worker in self)
 
     def next_missing(self) -> Worker | None:
         """Return a worker that is LOST, or that is wanted and GONE; None if there is none."""

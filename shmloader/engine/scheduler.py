@@ -39,7 +39,6 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.records import (
     DEAD,
     GONE,
-    LEAVING,
     LOST,
     RUNNING,
     SlotTable,
@@ -115,9 +114,7 @@ class Scheduler:
         beginnings: The checkpoints with which the workers' datasets began the epoch; None if none
             are kept.
         unsent: Tickets to be sent, the oldest first. Whoever sends one removes it.
-        is_workers_due: Whether the worker table may have a worker to start, replace or end.
-        tickets_asked: The most tickets that were wanted for the present workers so far in this
-            epoch; at its beginning, how many to draw.
+        is_workers_due: Whether the worker table may have a worker to start or replace.
 
     Args:
         worker_count: The most workers there may be.
@@ -135,9 +132,8 @@ class Scheduler:
         has_routes: Whether tickets decide which worker gets them, by their ``route``: any number.
             Not with a queue.
         present: How many workers run at first; None for all. Without a queue, another one is
-            started for the first ticket that it is assigned.
-        tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
-            window, however many workers are present.
+            started for the first ticket that it is assigned. Until a worker is started, its share
+            of the window is empty.
     """
 
     def __init__(
@@ -155,7 +151,6 @@ class Scheduler:
         has_slots: bool = True,
         has_routes: bool = False,
         present: int | None = None,
-        tickets_each: int = 0,
     ) -> None:
         self.epoch = 0
         self.in_order, self._has_queue, self._has_slots = in_order, has_queue, has_slots
@@ -181,8 +176,8 @@ class Scheduler:
         self._unreported: Worker | None = None
         # How many tickets are to be drawn in addition to those that replace delivered ones.
         self._wanted_tickets = 0
-        self._tickets_each = tickets_each
-        self.tickets_asked = self._tickets_for(self.workers.wanted_count)
+        # The tickets for a worker that is started later.
+        self._share = window // worker_count
 
     def offer(self, indices: Any, now_ns: int = 0) -> Ticket | None:
         """Add a ticket for an index batch, and return it; None if no worker takes tickets.
@@ -361,7 +356,7 @@ class Scheduler:
             or death.was_elsewhere
             or (not death.is_final and self._may_restart([] if death.reason else culprits))
         ):
-            worker.state = GONE if worker.state is LEAVING else LOST
+            worker.state = LOST
             worker.unfinished = [ticket.seq for ticket in lost if not ticket.is_dropped]
             self._drop(ticket for ticket in lost if ticket.is_dropped)
             if self._has_queue:
@@ -394,29 +389,21 @@ class Scheduler:
         tickets of the lost one.
         """
         worker = self.workers[worker_id]
+        self._wanted_tickets += self._share * (worker.state is GONE)
         worker.state, worker.death, worker.hang = RUNNING, None, ""
         worker.has_left_epoch = True
         if not self._has_queue:
             self.unsent.extend(self.wanted_of(worker_id))
-        tickets = self._tickets_for(self.workers.present_count)
-        self._wanted_tickets += max(0, tickets - self.tickets_asked)
-        self.tickets_asked = max(self.tickets_asked, tickets)
 
-    def worker_left(self, worker_id: int) -> None:
-        """Record that a LEAVING worker has answered its last ticket, and has been ended."""
-        self.workers[worker_id].state = GONE
-        self.is_workers_due = True
+    @property
+    def tickets_at_start(self) -> int:
+        """How many tickets to draw at an epoch's beginning."""
+        return self._window - self._share * (len(self.workers) - self.workers.present_count)
 
     def workers_wanted(self, count: int) -> None:
         """Set how many workers should be present: all that have tickets, without a queue."""
         self.workers.wanted_count = count
         self.is_workers_due = True
-
-    def _tickets_for(self, worker_count: int) -> int:
-        """Return how many tickets this engine should have while so many workers are present."""
-        if worker_count == len(self.workers) or not self._tickets_each:
-            return self._window
-        return min(self._window, worker_count * self._tickets_each)
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
         """Return a worker's unanswered tickets in order, without dropped ones."""
@@ -505,7 +492,6 @@ class Scheduler:
         self._drop(self.tickets)
         self.unsent.clear()
         self._unreported = None
-        self.tickets_asked = self._tickets_for(self.workers.wanted_count)
         self.epoch += 1
         self._restarts_left = self.restart_limit
         self._wanted_tickets = self._next_seq = self._next_worker = 0  # this one as torch does

@@ -127,12 +127,13 @@ class DataLoader(ResumableLoader[_T_co]):
         **Workers**
 
         num_workers: Number of worker processes; 0 loads in this process. "auto" begins with half of
-            the cores and changes the number while it runs, up to twice the cores. It adds a worker
-            as long as batches then come faster, and removes one that is not needed. The attribute
-            ``num_workers`` is the present number, and ``get_worker_info().num_workers`` the
-            maximum. The batches do not depend on the number if samples do not depend on their
-            worker: with ``seed``, or if the dataset draws no random numbers. Without ``seed``, a
-            warning says so. "auto" is for map-style datasets and worker processes only.
+            the cores and adds a worker as long as batches then come faster, up to twice the cores.
+            The first worker of an epoch that does not help is the last one, and the next epoch
+            begins without it. The attribute ``num_workers`` is the number of workers that help, and
+            ``get_worker_info().num_workers`` the maximum. The batches do not depend on the number
+            if samples do not depend on their worker: with ``seed``, or if the dataset draws no
+            random numbers. Without ``seed``, a warning says so. "auto" is for map-style datasets
+            and worker processes only.
         thread_pool: Whether workers are threads of this process. For map-style datasets that wait
             or release the interpreter, and are safe to use from several threads. Nothing is
             copied, and ``get_worker_info()`` is None. The threads use the random generators of

@@ -81,7 +81,7 @@ class Workers:
             with contextlib.ExitStack() as stack:
                 stack.callback(self.end)
                 self.pool.enable_wake()
-                self.source = StagedEngine(self.engine, stage, config.window, config.timeout)
+                self.source = StagedEngine(self.engine, stage, config.timeout)
                 stack.pop_all()
             self.end = self.source.owner.end
 
@@ -194,7 +194,6 @@ class Workers:
                 window=config.most_window,
                 lend_limit=config.lend_limit,
                 present=count,
-                tickets_each=config.prefetch_factor,
             )
             self.engine.counts.share_bytes = config.slot_bytes or 0
             self.engine.resume()

@@ -38,7 +38,6 @@ from shmloader.engine.scheduler import Ticket
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.grammar import user_part
-from shmloader.insight.measurements import work_of
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
@@ -203,7 +202,7 @@ class BatchIterator(_BaseDataLoaderIter):
             self._opened.begin_epoch()
         if self._adapter is not None:
             self._adapter.begin()
-            self._wanted = None  # workers that were leaving stay when an epoch is left
+            self._wanted = None
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
         self._progress = self._plan.counter.progress
@@ -227,8 +226,6 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _go_on(self, loader: Any, first_iter: bool) -> Self:
         self._begin_record(loader, time.monotonic_ns())
-        if self._source is not self._engine:
-            self._source.window = self._config.window_of(loader.num_workers)
         self._order = self._plan.newest
         super()._reset(loader.as_torch_sees_it, first_iter)
         unwrapped(self._draw_for, self._source.restart)
@@ -330,25 +327,24 @@ class BatchIterator(_BaseDataLoaderIter):
         times = delivery.times
         about = "other" if times is None else source.staged
         record.add(began_ns, ended_ns, source.draw_ns, times, about)
-        if self._adapter is not None and times is not None:
-            self._adapt(self._adapter, times, began_ns, ended_ns)
+        if self._adapter is not None:
+            self._adapt(self._adapter, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and record.in_order and self._checkpoints is None:
             progress.position = progress.start + (delivery.seq + 1) * progress.unit
         else:
             self._count_done(delivery)
 
-    def _adapt(self, adapter: Any, times: bytes, began_ns: int, ended_ns: int) -> None:
+    def _adapt(self, adapter: Any, began_ns: int, ended_ns: int) -> None:
         """Adapt the number of workers after a batch."""
-        busy_ns = sum(work_of(times)[1:4])
-        wanted = adapter.count_batch(ended_ns, ended_ns - began_ns, busy_ns)
+        wanted = adapter.count_batch(ended_ns, ended_ns - began_ns)
         if wanted != self._wanted:
             self._wanted = wanted
             self._engine.want_workers(wanted)
         loader, present = self._loader(), self._engine.present_workers
-        if loader is not None and loader.num_workers != present:
-            self._record.num_workers = present
-            loader.num_workers = type(loader.num_workers)(present)
+        self._record.num_workers, count = present, min(wanted, present)
+        if loader is not None and loader.num_workers != count:
+            loader.num_workers = type(loader.num_workers)(count)
 
     def _count_done(self, delivery: Ticket) -> None:
         if self._checkpoints is not None:

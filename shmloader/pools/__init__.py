@@ -20,11 +20,11 @@ Every pool keeps these rules:
   that :meth:`Pool.recall` returns are not answered.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
   thread, by methods of :class:`~shmloader.engine.engine.Engine`: ``answered``, ``stream_ended``,
-  ``epoch_entered``, ``left`` and ``lost``. What happens between two calls waits in the pool.
+  ``epoch_entered`` and ``lost``. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer. An
   exception of a signal handler is not an answer: it propagates from the call. A
   KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
-* Only :meth:`Pool.wait` blocks. Closing, ending, retiring and :meth:`Pool.ask` take a bounded time.
+* Only :meth:`Pool.wait` blocks. Closing, ending and :meth:`Pool.ask` take a bounded time.
   No other call waits for a worker.
 * To begin a further epoch, the engine recalls what is queued and calls :meth:`Pool.start_epoch` for
   each worker. A pool of processes first answers all tasks of the previous epoch that workers have,
@@ -157,13 +157,7 @@ class Pool(Protocol):
             ClosedLoaderError: If another thread closes the pool meanwhile.
         """
 
-    # Only of a pool with slots, whose workers may die, be replaced, or be retired --------------
+    # Only of a pool with slots, whose number of workers may grow -------------------------------
 
     def start(self, worker_id: int) -> None:
-        """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""
-
-    def leave(self, worker_id: int) -> None:
-        """Have a worker receive no more tasks from the queue, and report ``left``."""
-
-    def retire(self, worker_id: int) -> None:
-        """End an idle worker."""
+        """Start a worker for the first time. Raises as :meth:`replace`."""

@@ -1,8 +1,8 @@
 """Decides how many workers there should be (``num_workers="auto"``). Pure.
 
-In each period it may try one worker more or one fewer. An additional worker stays if batches come
-faster. A removed worker stays away if the consumer then does not wait much. After a trial that did
-not help, it pauses for twice as many periods as after the previous failed trial.
+In each period it may try one worker more, which stays if batches come faster. The first trial of an
+epoch that does not help is its last one. The worker is then idle until the epoch's end, and the
+next epoch begins without it (with persistent workers, it is there for the next trial).
 """
 
 # A period lasts at least this long, and has at least this many batches for each worker.
@@ -10,14 +10,8 @@ PERIOD_NS = 500_000_000
 _BATCHES_EACH = 4
 # If the consumer waits for more than this share of its time, another worker may help.
 _WAITS = 0.1
-# If it waits for no more than this share, a worker can go if the others can do its work.
-_NEVER_WAITS = 0.02
-# The others can do it if all the work would keep them busy for less than this share of their time.
-_BUSY = 0.7
 # The factor by which the rate has to grow for an additional worker to stay.
 _GAIN = 1.05
-# The longest pause, in periods.
-_LONGEST_PAUSE = 64
 
 
 class AutoCount(int):
@@ -37,60 +31,43 @@ class Adapter:
 
     def __init__(self, count: int, most: int) -> None:
         self.count, self.most = count, most
-        # The number of workers, and of batches per nanosecond, before a change that is tried.
-        self._trial: tuple[int, float] | None = None
-        self._pause, self._next_pause = 0, 1
+        # The number of batches per nanosecond before the present trial; 0 if there is none.
+        self._rate_before = 0.0
         self.begin()
 
     def begin(self) -> None:
         """Begin an epoch. Its first period, in which workers start, does not count."""
-        self._is_settling = True
+        self._is_settling, self._has_failed = True, False
         self._start_ns: int | None = None
-        self._batches = self._busy_ns = self._wait_ns = 0
+        self._batches = self._wait_ns = 0
 
-    def count_batch(self, now_ns: int, wait_ns: int, busy_ns: int) -> int:
+    def count_batch(self, now_ns: int, wait_ns: int) -> int:
         """Count a batch that the consumer has received. Returns the worker count from now on.
 
         Args:
             now_ns: The present time by ``time.monotonic_ns()``.
             wait_ns: How long the consumer waited for the batch.
-            busy_ns: How long a worker was busy with the batch.
         """
         if self._start_ns is None:
             self._start_ns = now_ns
             return self.count
         self._batches += 1
         self._wait_ns += wait_ns
-        self._busy_ns += busy_ns
         elapsed_ns = now_ns - self._start_ns
         if elapsed_ns >= PERIOD_NS and self._batches >= _BATCHES_EACH * self.count:
-            if self._is_settling:
-                self._is_settling = False
-            else:
+            is_settling, self._is_settling = self._is_settling, False
+            if not is_settling and not self._has_failed:
                 self._decide(elapsed_ns)
             self._start_ns = now_ns
-            self._batches = self._busy_ns = self._wait_ns = 0
+            self._batches = self._wait_ns = 0
         return self.count
 
     def _decide(self, elapsed_ns: int) -> None:
-        before, rate = self.count, self._batches / elapsed_ns
-        wait_share = self._wait_ns / elapsed_ns
-        busy_workers = self._busy_ns / elapsed_ns
-        trial, self._trial = self._trial, None
-        count_then, rate_then = trial or (0, 0.0)
-        has_helped = rate > _GAIN * rate_then if before > count_then else wait_share < _WAITS / 2
-        if trial is not None and not has_helped:
-            self._pause, self.count = self._next_pause, count_then
-            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
-        elif self._pause:
-            self._pause -= 1
-        else:
-            if trial is not None:
-                self._next_pause = 1
-            if wait_share > _WAITS and before < self.most:
-                self.count += 1
-            elif wait_share < _NEVER_WAITS and before > 1 and busy_workers < _BUSY * (before - 1):
-                self.count -= 1
-            if self.count != before:
-                self._trial = before, rate
-        self._is_settling = self.count != before
+        rate, rate_before = self._batches / elapsed_ns, self._rate_before
+        self._rate_before = 0.0
+        if rate_before and rate < _GAIN * rate_before:
+            self.count -= 1
+            self._has_failed = True
+        elif self._wait_ns > _WAITS * elapsed_ns and self.count < self.most:
+            self.count += 1
+            self._rate_before, self._is_settling = rate, True

@@ -23,7 +23,7 @@ class WorkerHandle(Outbox):
 
     Attributes:
         channel: The socket.
-        is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
+        is_lost: Whether this process no longer uses the worker: it is dead or detached.
         pid: The worker's process id.
         pidfd: Readable when the process has ended; -1 once closed.
         process: The process of multiprocessing's; None if other ranks share the worker. Then its

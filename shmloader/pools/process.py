@@ -174,8 +174,6 @@ class ProcessPool(WorkerProcesses):
             events.stream_ended(message.seq, message.epoch, message.beginning or Checkpoint())
         elif isinstance(message, messages.EpochStarted):
             events.epoch_entered(worker_id, message.beginning)
-        elif isinstance(message, messages.Left):
-            events.left(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
 
@@ -186,10 +184,6 @@ class ProcessPool(WorkerProcesses):
         slot = memory.mapped(slot_id, end)
         memory.recent_bytes = max(memory.recent_bytes, end)
         return bytes(slot.memory[offset:end])
-
-    def leave(self, worker_id: int) -> None:
-        """Have a worker receive no more tasks from the queue."""
-        self._send(worker_id, messages.Leave())
 
     def close(self) -> None:
         """End all workers, and free all memory except what lies under the user's views."""

@@ -77,7 +77,7 @@ class Outbox:
     Attributes:
         channel: The socket.
         outbox: Messages that the socket did not take yet.
-        is_lost: Whether messages are dropped, since the worker is dead, retired or detached.
+        is_lost: Whether messages are dropped, since the worker is dead or detached.
     """
 
     def __init__(self, channel: socket.socket) -> None:

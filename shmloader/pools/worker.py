@@ -157,7 +157,7 @@ class _Client:
         # From where messages are received.
         self._sockets: tuple[socket.socket, ...] = (channel,)
         # Whether tasks of the queue are served: not before the worker knows where its dataset
-        # resumes, and not after it was asked to leave.
+        # resumes.
         self._serves_queue = False
         # Whether the channel may not take a further answer, so that nothing is received.
         self.is_full = False
@@ -202,9 +202,6 @@ class _Client:
         elif isinstance(message, messages.ResumeStream):
             self.server.dataset.resume(message.checkpoint)
             self._serve_queue(is_served=True)
-        elif isinstance(message, messages.Leave):
-            self._serve_queue(is_served=False)
-            self._send(messages.pack(messages.Left()))
         else:
             raise InternalError(f"a worker does not take {message!r}")
 

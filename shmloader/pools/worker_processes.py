@@ -134,7 +134,7 @@ class WorkerProcesses:
         return worker
 
     def start(self, worker_id: int) -> None:
-        """Start a worker for the first time, after it was retired, or in place of a dead one."""
+        """Start a worker for the first time, or in place of a dead one."""
         for old in self.handles[worker_id : worker_id + 1]:
             old.channel.close()
             old.close_pidfd()
@@ -162,14 +162,6 @@ class WorkerProcesses:
         if not worker.is_lost:
             worker.send_signal(signal.SIGKILL)
         return True
-
-    def retire(self, worker_id: int) -> None:
-        """End or leave an idle worker. ``start`` can start it again."""
-        worker = self.handles[worker_id]
-        if not (worker.is_lost or self._is_closed):
-            self._lose(worker)
-            worker.hang_up()
-            end_all([worker], self._grace_s)
 
     def _lose(self, worker: WorkerHandle) -> None:
         """Stop using a worker."""
@@ -269,8 +261,6 @@ class WorkerProcesses:
                 self._poll.unregister(worker.channel)
         for worker_id in dead:
             self._receive_all(worker_id, events)
-        # One whose last message was that it has left is retired by now.
-        dead = [worker_id for worker_id in dead if not self.handles[worker_id].is_lost]
         for worker in (self.handles[worker_id] for worker_id in dead):
             self._lose(worker)
             worker.reap(time.monotonic() + KILL_S)

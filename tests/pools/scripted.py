@@ -165,12 +165,6 @@ class ScriptedPool:
     def start(self, worker_id: int) -> None:
         self.log.append(("start", worker_id))
 
-    def leave(self, worker_id: int) -> None:
-        self.log.append(("leave", worker_id))
-
-    def retire(self, worker_id: int) -> None:
-        self.log.append(("retire", worker_id))
-
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         self.log.append(("resume", worker_id, checkpoint.given))
 

@@ -4,18 +4,15 @@ A pool that exists for the tests alone (``calling``) has to pass as well: so wha
 enough to write one by.
 """
 
-import array
 import concurrent.futures
 import contextlib
 import errno
-import fcntl
 import functools
 import itertools
 import multiprocessing
 import os
 import signal
 import socket
-import termios
 import threading
 import time
 import weakref
@@ -37,8 +34,6 @@ from shmloader.memory.arena import Arena
 from shmloader.pools import Pool, host_pool
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
-from shmloader.pools.forking import is_readable
-from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.host_pool import HostPool, SharedWorkers, open_host_pool
 from shmloader.pools.nursery import Nursery
 from shmloader.pools.nursery_process import HostStart, serve
@@ -247,7 +242,6 @@ class Told:
         self.slot_ids: dict[int, int] = {}
         self.answers: dict[int, Any] = {}
         self.entered: set[int] = set()
-        self.retired: set[int] = set()
         self.threads: set[int] = set()
         self.deaths: list[tuple[int, Any, Any]] = []
 
@@ -287,10 +281,6 @@ class Told:
             if self.pool.start_epoch(worker_id, 1):
                 self.scheduler.left_epoch(worker_id)
 
-    def left(self, worker_id: int) -> None:
-        self.pool.retire(worker_id)
-        self.retired.add(worker_id)
-
     def lost(
         self, worker_id: int, death: Any, was_at: Any, recalled: Any = (), held: Any = ()
     ) -> None:
@@ -321,29 +311,6 @@ def test_each_task_is_answered_once_on_the_thread_that_waits(kind) -> None:
         for seq in range(WINDOW):
             assert torch.equal(told.batch(seq), squared(seq))
         assert not pool.wait(0, told)
-
-
-@pytest.mark.parametrize("make_pool", [queued, host])
-def test_a_worker_that_has_left_is_not_reported_dead_as_well(make_pool) -> None:
-    with opened(Kind(make_pool), squared) as pool:
-        told = Told(pool)
-        told.send(0)
-        wait_until(lambda: any(map(unread_bytes, pool.handles)))
-        (worker_id,) = [at for at, one in enumerate(pool.handles) if unread_bytes(one)]
-        worker = pool.handles[worker_id]
-        answer_bytes = unread_bytes(worker)
-        pool.leave(worker_id)
-        wait_until(lambda: unread_bytes(worker) > answer_bytes)
-        os.kill(worker.pid, signal.SIGKILL)
-        wait_until(lambda: is_readable(worker.pidfd))
-        told.send(*range(1, WINDOW))
-        told.take_all(WINDOW)
-        assert told.retired == {worker_id}
-        assert not told.deaths
-
-
-def unread_bytes(worker: WorkerHandle) -> int:
-    return array.array("i", fcntl.ioctl(worker.channel, termios.FIONREAD, bytes(4)))[0]
 
 
 def test_an_exception_of_the_dataset_is_an_answer(kind) -> None:

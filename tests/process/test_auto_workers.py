@@ -1,5 +1,6 @@
-"""``num_workers="auto"``: workers come and go, and the batches stay the same."""
+"""``num_workers="auto"``: workers are added, and the batches stay the same."""
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -61,28 +62,34 @@ def test_batches_are_the_same_whatever_the_number(expected, options) -> None:
         loader.set_epoch(0)
         batches = iter(loader)
         given = []
-        for count in (5, 8, 1, 1, 3, 2):
+        for count in (3, 5, 4, 8):
             loader._adapter.count = count
             given += [next(batches).tolist() for _ in range(4)]
-            assert workers_alive() - before <= max(count, 8)
+            assert workers_alive() - before <= 8
         given += contents(batches)
         assert given == expected
 
 
-def test_workers_that_are_not_wanted_end_and_come_back() -> None:
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_the_next_epoch_begins_with_those_that_helped(is_persistent) -> None:
     before = workers_alive()
-    with auto(100_000) as loader:
+    with auto(100_000, persistent_workers=is_persistent) as loader:
         batches = iter(loader)
-        for count in (6, 1, 4):
-            loader._adapter.count = count
+        for wanted, present in ((5, 5), (4, 5)):
+            loader._adapter.count = wanted
 
-            def has_so_many(count: int = count) -> bool:
+            def has_so_many(wanted: int = wanted, present: int = present) -> bool:
                 next(batches)
-                return workers_alive() - before == count
+                counts = loader.num_workers, loader.stats().num_workers, workers_alive() - before
+                return counts == (wanted, present, present)
 
             wait_until(has_so_many)
-        stats = loader.stats()
-        assert stats.restarts == 0
+        batches = None
+        batches = iter(loader)
+        next(batches)
+        assert workers_alive() - before == (5 if is_persistent else 4)
+        assert loader.num_workers == 4
+        assert loader.stats().restarts == 0
 
 
 def test_it_goes_up_for_slow_samples_and_says_so(monkeypatch) -> None:
@@ -112,19 +119,21 @@ def test_a_number_that_it_has_found_is_not_warned_of(monkeypatch) -> None:
         iter(loader)
 
 
-def test_it_goes_down_where_workers_are_idle(monkeypatch) -> None:
+@pytest.mark.parametrize("step_s", [0, 0.005])
+def test_it_finds_about_as_many_as_help(monkeypatch, step_s) -> None:
+    """One sample at a time is loaded, or two suffice: more workers make nothing faster."""
     monkeypatch.setattr(adapting, "PERIOD_NS", 100_000_000)
-    # On a busy machine even a batch that is ready takes its time to be handed over.
-    monkeypatch.setattr(adapting, "_NEVER_WAITS", 0.3)
-    with DataLoader(list(range(100_000)), num_workers="auto") as loader:
-        batches = iter(loader)
+    lock = multiprocessing.get_context("fork").Lock()
 
-        def has_fewer() -> bool:
-            next(batches)
-            time.sleep(0.01)
-            return loader.num_workers == 1
+    def sample(index: int) -> int:
+        with lock if not step_s else contextlib.nullcontext():
+            time.sleep(0.005)
+        return index
 
-        wait_until(has_fewer, 30)
+    with DataLoader(Calls(sample, 400), num_workers="auto", seed=0) as loader:
+        for _ in loader:
+            time.sleep(step_s)
+        assert loader.num_workers <= 3
 
 
 def test_a_warning_where_content_may_depend_on_the_worker() -> None:

@@ -188,8 +188,7 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     assert re.search("replaces worker [01] and loads its unfinished batches again: 0", text)
 
 
-def test_a_worker_that_left_while_its_answers_were_not_read_takes_no_task() -> None:
-    """Its client would never hear of a task that it takes from then on."""
+def test_a_worker_whose_answers_are_not_read_takes_no_task() -> None:
 
     def is_right() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -204,14 +203,14 @@ def test_a_worker_that_left_while_its_answers_were_not_read_takes_no_task() -> N
         assert client.receive() == b"1"
         while select.select([], [theirs], [], 0)[1]:
             theirs.send(bytes(4096))
-        client.serve(messages.pack(messages.Leave()))
         client.look_whether_full()
         assert client.is_full
+        queue.send(b"2")
+        assert client.receive() is None
         while select.select([ours], [], [], 0)[0]:
             ours.recv(messages.RECEIVE_BYTES)
         client.look_whether_full()
-        queue.send(b"2")
-        assert client.receive() is None
+        assert client.receive() == b"2"
 
     # It changes how this process handles signals.
     child = multiprocessing.get_context("fork").Process(target=is_right)

@@ -17,8 +17,6 @@ from shmloader.messages import (
     Answered,
     EpochStarted,
     FromWorker,
-    Leave,
-    Left,
     ResumeStream,
     StartEpoch,
     StreamEnded,
@@ -39,12 +37,10 @@ FINAL.is_final, FINAL.snapshot = True, Unsaved("why")
 MESSAGES = [
     StartEpoch(4),
     ResumeStream(b"checkpoint"),
-    Leave(),
     Answered(1, 2, 3, 640, EMPTY, b"layout"),
     Answered(1, 2, 3, 20_064, FINAL),
     StreamEnded(1, 2, b"beginning"),
     EpochStarted(b"beginning"),
-    Left(),
 ]
 
 

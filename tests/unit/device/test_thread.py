@@ -29,7 +29,7 @@ def failing() -> Iterator[object]:
 def test_a_sampler_that_fails_at_once_ends_the_epoch_whatever_the_one_before_left() -> None:
     pool: Any = ScriptedPool(2, lambda pool: pool.answer_all())
     engine = Engine(pool, Scheduler(2, 4, 1, in_order=True), timeout_s=0)
-    staged = StagedEngine(engine, Unchanged(), window=4, timeout_s=20)
+    staged = StagedEngine(engine, Unchanged(), timeout_s=20)
     with contextlib.closing(staged):
         staged.start(iter(range(9)))
         assert next_of(staged) == 0

@@ -34,19 +34,11 @@ def test_a_worker_gets_the_free_slot_that_is_most_likely_warm(fillers, worker_id
     assert table.take(worker_id) == slot_id, "it belongs to the worker that filled it last"
 
 
-RUNNING, LEAVING, GONE, LOST, _ = WorkerState
-
-
-def test_the_last_workers_leave_and_the_first_that_is_missing_is_started():
-    """By their numbers alone, so that tables of several ranks agree."""
-    table = WorkerTable(5, 4)
-    table[2].state = LOST
-    table.wanted_count = 2
-    assert [table.next_leaving(), table.next_leaving()] == [table[3], None]
-    assert [worker.state for worker in table] == [RUNNING, RUNNING, LOST, LEAVING, GONE]
+def test_the_first_worker_that_is_missing_is_started():
+    table = WorkerTable(5, 3)
     assert table.present_count == 3
-    table[2].state = RUNNING
-    assert table.next_leaving() is table[2]
+    assert table.next_missing() is None
     table.wanted_count = 5
-    assert table.next_missing() is table[4]
-    assert table.first(LEAVING) is table[2]
+    assert table.next_missing() is table[3]
+    table[2].state = WorkerState.LOST
+    assert table.next_missing() is table[2]

@@ -75,7 +75,7 @@ class Play:
 
     @property
     def alive(self) -> list[int]:
-        return self.in_state(WorkerState.RUNNING, WorkerState.LEAVING)
+        return self.in_state(WorkerState.RUNNING)
 
     @property
     def busy(self) -> list[int]:
@@ -99,7 +99,7 @@ class Play:
         often += [self.offer] * self.may_offer()
         often += [self.answer] * bool(self.busy)
         often += [self.receive] * bool(self.pool and self.idle)
-        seldom = [self.stray_answer, self.leave]
+        seldom = [self.stray_answer]
         seldom += [self.drop_batch] * bool(self.lent)
         seldom += [self.replace] * bool(self.in_state(WorkerState.LOST))
         seldom += [self.want_workers] * self.has_queue
@@ -215,10 +215,8 @@ class Play:
         if at_work is not None:
             self.kills[at_work] = self.kills.get(at_work, 0) + 1
         is_restarted = self.restarts < self.restart_limit and self.kills.get(at_work, 0) < 2
-        expected = WorkerState.DEAD
-        if is_restarted:
-            self.restarts += 1
-            expected = WorkerState.GONE if worker.state is WorkerState.LEAVING else WorkerState.LOST
+        expected = WorkerState.LOST if is_restarted else WorkerState.DEAD
+        self.restarts += is_restarted
         had_task = bool(queue or self.pool)
         queue.clear()
         subject.recalled(seq for seq, _ in self.pool)
@@ -239,16 +237,8 @@ class Play:
     def want_workers(self) -> None:
         count = self.draw.randint(1, self.count)
         self.subject.workers_wanted(count)
-        leaving = list(iter(self.workers.next_leaving, None))
-        assert all(worker.worker_id >= count for worker in leaving), "the last leave first"
-        assert all(number < count for number in self.in_state(WorkerState.RUNNING))
         while (one := self.workers.next_missing()) and one.state is WorkerState.GONE:
             self.subject.worker_started(one.worker_id)
-
-    def leave(self) -> None:
-        for worker_id in self.in_state(WorkerState.LEAVING):
-            if not self.queues[worker_id]:
-                self.subject.worker_left(worker_id)
 
     def break_off(self) -> None:
         """The user leaves the epoch, perhaps by an interruption while a ticket is sent."""
@@ -363,16 +353,17 @@ def test_more_tickets_than_the_window_are_an_internal_error():
         subject.offer([2])
 
 
-def test_a_worker_that_comes_back_asks_for_no_further_tickets():
-    subject = Scheduler(3, 6, 2, in_order=True, has_queue=True, present=1, tickets_each=2)
-    assert subject.tickets_asked == 2
-    for count, asked in ((2, 2), (1, 0), (2, 0), (3, 2)):
+def test_each_worker_that_is_started_later_asks_for_its_share_of_the_window():
+    subject = Scheduler(3, 6, 2, in_order=True, has_queue=True, present=1, restart_limit=1)
+    for count, asked in ((1, 0), (2, 2), (1, 0), (3, 2)):
         subject.workers_wanted(count)
-        while (worker := subject.workers.next_leaving()) is not None:
-            subject.worker_left(worker.worker_id)
         while (worker := subject.workers.next_missing()) is not None:
             subject.worker_started(worker.worker_id)
         assert subject.pop_wanted_tickets() == asked
+        assert subject.tickets_at_start == 2 * subject.workers.present_count
+    subject.worker_lost(1, DEATH)
+    subject.worker_started(1)
+    assert subject.pop_wanted_tickets() == 0
 
 
 def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_left():
