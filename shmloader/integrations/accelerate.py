@@ -18,7 +18,7 @@ from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.loader.states import sealed
 
 # Arguments that say which samples are in which batch.
-_OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "last_batch")
+_OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 class _State:

@@ -38,7 +38,6 @@ from shmloader.loader.options import (
     DEVICE_PREFETCH,
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
-    check_last_batch,
     check_order_of_stream,
     describe_loader,
     describe_unsupported,
@@ -49,8 +48,6 @@ from shmloader.loader.resumable import FixedArgument, ResumableLoader
 from shmloader.memory.limits import free_memory, usable_cores
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.sampling.arguments import choice, is_cut_for_ranks, rank_of
-from shmloader.sampling.loader_samplers import carries_over
-from shmloader.sampling.steps import LastBatch
 from shmloader.streams.stream import Stream
 
 if TYPE_CHECKING:
@@ -81,14 +78,8 @@ class DataLoader(ResumableLoader[_T_co]):
         collate_fn: Makes a batch of a list of samples. ``default_collate`` writes into shared
             memory at once, also when your own function calls it, so the batch is not copied again.
             Your function can do the same with a tensor from :func:`shmloader.empty`.
-        drop_last: torch's way to say ``last_batch="discard"``.
-        last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
-            shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
-            "rollover" puts them first in the next epoch, once the epoch is complete. An epoch that
-            is left early neither loses nor repeats the samples that it began with. "pad" is for
-            :class:`shmloader.ShardedDataLoader`. With a ``batch_sampler``, its ``drop_last``
-            decides, and another ``last_batch`` only warns. ``last_batch`` cannot be combined with a
-            batch sampler that has no ``drop_last``.
+        drop_last: Whether samples that do not fill the last batch are left out. Otherwise, that
+            batch is shorter.
 
         **Order and seed**
 
@@ -299,7 +290,6 @@ class DataLoader(ResumableLoader[_T_co]):
         device_prefetch: int = DEVICE_PREFETCH,
         on_error: OnError = "raise",
         max_failures: int | float | Fraction | None = None,
-        last_batch: LastBatch | None = None,
         thread_pool: bool = False,
         seed: int | None = None,
         snapshot_every_n_steps: SnapshotInterval = "auto",
@@ -317,17 +307,6 @@ class DataLoader(ResumableLoader[_T_co]):
             num_workers = self._begin_adapting(num_workers, dataset)
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
-        if last_batch is not None:
-            if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
-                # A framework builds this loader with the batch sampler of another rollover loader.
-                sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
-                batch_sampler = None
-            if self._sharing.ranks is None:
-                check_last_batch(
-                    last_batch, batch_size, batch_sampler, drop_last=drop_last, dataset=dataset
-                )
-            makes_batches = batch_sampler is None and not isinstance(dataset, Stream)
-            drop_last = drop_last or (last_batch == "discard" and makes_batches)
         if Stream in type(dataset).__mro__:
             check_order_of_stream(
                 shuffle, (sampler, batch_sampler), drops_last=drop_last and batch_size is None
@@ -582,5 +561,4 @@ class DataLoader(ResumableLoader[_T_co]):
 
 for _name, _default in DEFAULTS.items():
     setattr(DataLoader, _name, _default)
-for _name in ("seed", "last_batch"):
-    setattr(DataLoader, _name, FixedArgument(_name))
+DataLoader.seed = FixedArgument("seed")

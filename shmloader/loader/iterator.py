@@ -315,7 +315,7 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._checkpoints is not None and self._persistent_workers:
             self._checkpoints.end_epoch(self._engine.next_beginnings)
         self._is_exhausted = self._progress.is_ended = True
-        self._plan.newest.commit()  # batch_sampler shows what the next epoch begins with
+        self._plan.newest.forget_ended()
         if not self._persistent_workers:
             self.close()
 

@@ -35,11 +35,9 @@ from torch.utils.data.datapipes.datapipe import (
     _MapDataPipeSerializationWrapper,
 )
 
-from shmloader.grammar import size, warn_user
-from shmloader.interruptions import probe
+from shmloader.grammar import size
 from shmloader.memory.limits import why_unsupported
 from shmloader.pools.adapting import AutoCount
-from shmloader.sampling.steps import LastBatch
 from shmloader.streams.stream import Stream
 
 #: Whether each rank has its own workers, or all ranks of a host share workers.
@@ -218,7 +216,6 @@ _TABLE = (
         _share_or_count,
         "indices",
     ),
-    Option("last_batch", None, "'keep', 'discard', 'rollover' or 'pad'", *_word(LastBatch)),
     Option(
         "thread_pool",
         False,
@@ -349,7 +346,7 @@ def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
         (sharing.scope == "rank", f"{_OWN} worker_scope='rank'"),
         (one_step, "has one batch a step: leave out devices and num_shards"),
         (
-            values.get("last_batch", "pad") in ("pad", "discard"),
+            getattr(loader, "last_batch", None) in (None, "pad", "discard"),
             "takes 'pad' or 'discard' for last_batch, which fill up or leave out a last step",
         ),
     ]
@@ -429,50 +426,6 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
             f"too little. Give shm_size='{-(-slot_count * MINIMUM_SLOT_BYTES >> 10)}KiB' or more."
         )
     return share
-
-
-def check_last_batch(
-    last_batch: object,
-    batch_size: int | None,
-    batch_sampler: object,
-    *,
-    drop_last: bool,
-    dataset: object = None,
-    is_sharded: bool = False,
-) -> None:
-    """Check ``last_batch``: what happens to samples that do not fill the last batch.
-
-    A batch sampler decides that itself. One with ``drop_last`` is accepted together with
-    ``last_batch``, since frameworks rebuild a loader from its attributes and such a batch sampler.
-
-    Raises:
-        ValueError: If it is none of the four, or cannot be combined with the other arguments.
-    """
-    if OPTIONS["last_batch"].check(last_batch) is None:
-        return
-    wrong = ""
-    drops = probe(batch_sampler, "drop_last")
-    if not isinstance(drops, bool):  # a framework may have wrapped it
-        drops = probe(probe(batch_sampler, "batch_sampler"), "drop_last")
-    if drop_last and last_batch != "discard":
-        wrong = "cannot be combined with drop_last=True, which means 'discard'"
-    elif is_sharded:
-        if batch_sampler is not None:
-            wrong = "cannot be combined with batch_sampler, which makes the batches"
-    elif last_batch == "pad":
-        wrong = "works only with ShardedDataLoader: use 'keep', 'discard' or 'rollover'"
-    elif isinstance(drops, bool):
-        if last_batch != ("discard" if drops else "keep"):
-            warn_user(
-                f"last_batch={last_batch!r} has no effect: the batch_sampler makes the batches, "
-                f"and its drop_last is {drops}",
-            )
-    elif batch_sampler is not None or batch_size is None:
-        wrong = "needs batch_size, which makes the batches"
-    elif last_batch == "rollover" and not is_map_style(dataset):
-        wrong = "needs a map-style dataset"
-    if wrong:
-        raise ValueError(f"last_batch={last_batch!r} {wrong}")
 
 
 # What repr() shows -----------------------------------------------------------------------------

@@ -37,26 +37,21 @@ from shmloader.sampling.hooks import (
     told_of_epochs,
 )
 from shmloader.sampling.loader_samplers import (
-    RolloverBatchSampler,
     SeededRandomSampler,
     SeededSampler,
     SeededSequentialSampler,
-    carries_over,
 )
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import CarryOver, LastBatch
+from shmloader.sampling.steps import LastBatch
 from shmloader.streams.order import ReaderOrder
 from shmloader.streams.stream import Stream
 
 _T_co = TypeVar("_T_co", covariant=True)
 
-
-# torch's batch sampler and our own, which cut a sampler into batches.
-_CUTTING = BatchSampler, RolloverBatchSampler
 
 # The samplers of torch's that are replaced by the order that is delivered, with a seed.
 _SEEDED = {RandomSampler: SeededRandomSampler, SequentialSampler: SeededSequentialSampler}
@@ -101,7 +96,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     thread_pool: bool
     executor: Any
-    last_batch: Any
     seed: Any
     snapshot_every_n_steps: SnapshotInterval
 
@@ -172,7 +166,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _order_sources(self) -> tuple[object, ...]:
         """Return what the order is made from: always equally many values."""
         batches = self._index_sampler
-        if type(batches) not in _CUTTING:
+        if type(batches) is not BatchSampler:
             return batches, self.batch_size, None, None, None
         sampler, size, drops = batches.sampler, batches.batch_size, batches.drop_last
         return batches, self.batch_size, sampler, size, drops
@@ -181,12 +175,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
     ) -> None:
         """Prepare the samplers; called by the constructor with the user's, or None."""
-        is_sharded = self._sharing.ranks is not None
         check_planned(None if self.batch_size is None else sampler, batch_sampler, self.dataset)
-        if self.last_batch == "rollover" and batch_sampler is None and not is_sharded:
-            assert self.batch_size is not None
-            # Set in __dict__, since torch's __setattr__ refuses to change this attribute.
-            self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
         if self._sample_seed is None:
             return
         counter = self._counter = EpochCounter()
@@ -213,24 +202,19 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if seed is None or is_iterable:
             return SamplerOrder(batches, is_iterable, seed)
         sampler, batch_size = self._batching()
-        last_batch: LastBatch = "keep"
-        if carries_over(batches):
-            last_batch = "rollover"
-        elif batch_size is not None and batches.drop_last:
-            last_batch = "discard"
+        drops_last = batch_size is not None and batches.drop_last
         return self._seeded_order(
             sampler,
             batch_size,
-            last_batch,
+            "discard" if drops_last else "keep",
             shuffle=isinstance(sampler, RandomSampler),
             may_shard=False,
-            carry_over=batches.carry_over if carries_over(batches) else CarryOver(),
         )
 
     def _batching(self) -> tuple[Any, int | None]:
         """Return the sampler that is cut into batches, and their size; None if it is not cut."""
         batches = self._index_sampler
-        if type(batches) not in _CUTTING or self.batch_size is None:
+        if type(batches) is not BatchSampler or self.batch_size is None:
             return batches, None
         return batches.sampler, batches.batch_size
 
@@ -270,12 +254,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         own = self.__dict__
         before, own["sampler"] = self.sampler, sampler
         batches: Any = self.batch_sampler
-        if type(batches) not in _CUTTING or batches.sampler is not before:
+        if type(batches) is not BatchSampler or batches.sampler is not before:
             return
-        if type(batches) is BatchSampler:
-            batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-            own["batch_sampler"] = batches
-        batches.sampler = sampler
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        own["batch_sampler"] = batches
         # Set on the instance: frameworks take a subclass of torch's for one of the user's.
         batches.set_epoch = sampler.set_epoch
 
@@ -330,8 +312,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             plan = self._present_plan
             assert isinstance(plan.order, ReaderOrder)
             return plan.order.count(plan.present_epoch)
-        has_own = self._sample_seed is not None or carries_over(self._index_sampler)
-        if not has_own or self._is_iterable:
+        if self._sample_seed is None or self._is_iterable:
             return super().__len__()
         return len(self._present_plan)
 
@@ -537,9 +518,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or a pickle: no iterators, failures or statistics."""
-        plan = self._plan
-        if plan is not None and plan.counter.progress.is_ended:
-            plan.newest.commit()  # a copy begins with the samples that were left over
         state = self.__dict__.copy()
         state["_iterator"] = None
         state.pop("_own_parts", None)
@@ -569,8 +547,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 other._counter = counter
             own = other._plan = copy.copy(plan)
             own.order, own.counter = copy.copy(plan.order), counter
-            if isinstance(other.batch_sampler, RolloverBatchSampler):
-                vars(other)["batch_sampler"] = copy.copy(other.batch_sampler)
             if isinstance(other.sampler, SeededSampler) and other.sampler.epochs is plan.counter:
                 sampler = copy.copy(other.sampler)
                 sampler.epochs = counter

@@ -9,7 +9,7 @@ import pickle
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_args, overload
 
 import numpy as np
 import torch
@@ -23,19 +23,18 @@ from shmloader.loader.options import (
     DEVICE_PREFETCH,
     SnapshotInterval,
     WorkerScope,
-    check_last_batch,
     is_map_style,
 )
 from shmloader.loader.resumable import FixedArgument
 from shmloader.process_state import PROCESS
-from shmloader.sampling.arguments import Ranks, divides_for_ranks, whole_number
+from shmloader.sampling.arguments import Ranks, choice, divides_for_ranks, whole_number
 from shmloader.sampling.hooks import is_planned
 from shmloader.sampling.loader_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import CarryOver, LastBatch
+from shmloader.sampling.steps import LastBatch
 from shmloader.streams.board import gather, pauses, store_of_job
 from shmloader.streams.order import ReaderOrder
 from shmloader.streams.stream import Stream
@@ -48,7 +47,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 # The arguments that every loader has, and those that only this one has.
 _OF_ALL = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
-_OF_SHARDS = ("rank", "world_size", "num_shards", "devices", "worker_scope")
+_OF_SHARDS = ("last_batch", "rank", "world_size", "num_shards", "devices", "worker_scope")
 
 
 class Indexable(Protocol[_T_co]):
@@ -83,8 +82,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         last_batch: What happens to samples that do not fill the last global batch. "pad" (the
             default) adds samples from the start of the epoch, so that all batches of all ranks are
             full. "discard" leaves them out. "keep" delivers them as they are, so that a rank may
-            have a shorter last batch, fewer shards in it, or one step fewer. "rollover" puts them
-            first in the next epoch. Cannot be combined with ``batch_sampler``.
+            have a shorter last batch, fewer shards in it, or one step fewer. Cannot be combined
+            with ``batch_sampler``.
 
         **Order and seed**
 
@@ -184,6 +183,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     __module__ = "shmloader"  # users import it from there
 
     num_shards = FixedArgument("num_shards")
+    last_batch = FixedArgument("last_batch")
     devices: Sequence[Any] | None
     worker_scope: WorkerScope
     _sample_seed: int
@@ -255,7 +255,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
         # properties rank and world_size return the resolved values instead.
         self.__dict__.update({name: given[name] for name in _OF_SHARDS})
         if not isinstance(dataset, Stream):
-            given.update(batch_size=1 if batch_size is None else batch_size, shuffle=bool(shuffle))
+            drop_last = drop_last or (last_batch == "discard" and batch_sampler is None)
+            batch_size = 1 if batch_size is None else batch_size
+            given.update(batch_size=batch_size, shuffle=bool(shuffle), drop_last=drop_last)
         super().__init__(**{name: given[name] for name in _OF_ALL})
 
     @property
@@ -282,17 +284,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self._is_cut = own is None and any(map(_is_own_share, chain(sampler)))
         last_batch: LastBatch = "keep"
         if not self._is_cut:
-            check_last_batch(
-                self.last_batch,
-                batch_size,
-                batches,
-                drop_last=self.drop_last,
-                is_sharded=True,
-            )
+            _check_last_batch(self.last_batch, batches, drop_last=self.drop_last)
             last_batch = "discard" if self.drop_last else self.last_batch or "pad"
             if is_planned(batches) and batches.last_batch == "discard":
                 last_batch = "discard"
-        carries = last_batch == "rollover" and self._plan is not None
         order = self._seeded_order(
             sampler,
             batch_size,
@@ -303,7 +298,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             shuffle=own is not None and sampler.shuffle,
             device_count=len(self.devices or ()),
             ranks=None if self._is_cut else self._ranks,
-            carry_over=self._plan.order.carry_over if carries else CarryOver(),  # type: ignore[union-attr]
         )
         if own is not None:
             sampler.order = order
@@ -433,6 +427,19 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
                 "ShardedDataLoader would divide that part again. Give a sampler of all samples, "
                 "such as shuffle=True, or use DataLoader with this sampler."
             )
+
+
+def _check_last_batch(last_batch: object, batch_sampler: object, *, drop_last: bool) -> None:
+    if last_batch is None:
+        return
+    choice(last_batch, "last_batch", get_args(LastBatch))
+    wrong = ""
+    if drop_last and last_batch != "discard":
+        wrong = "drop_last=True, which means 'discard'"
+    elif batch_sampler is not None:
+        wrong = "batch_sampler, which makes the batches"
+    if wrong:
+        raise ValueError(f"last_batch={last_batch!r} cannot be combined with {wrong}")
 
 
 def _is_own_share(sampler: object) -> bool:

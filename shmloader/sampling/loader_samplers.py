@@ -2,27 +2,20 @@
 
 Those of a loader with a seed yield its order. The loader does not draw from them. They are for
 frameworks that read, wrap or iterate the samplers of a loader, which does not affect the loader.
-``RolloverBatchSampler`` is drawn from, unless there is a seed.
 """
 
 import copy
-import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sized
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Sized
+from typing import Any
 
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from shmloader.interruptions import probe
+from shmloader.sampling.indices import Permutation
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import CarryOver, Cut, DatasetOrder, DrawnSteps, OrderSteps, iterate
+from shmloader.sampling.steps import Cut, OrderSteps
 
 # Lightning's two packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -55,10 +48,9 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the epoch."""
-        key = self.seed, self.epochs.begin_pass()
-        for block in OrderSteps(
-            DatasetOrder(len(self.data_source), *key, is_shuffled=True), Cut(_BLOCK), "keep"
-        ):
+        length = len(self.data_source)
+        order = Permutation(length, self.seed, self.epochs.begin_pass())
+        for block in OrderSteps(length, order, Cut(_BLOCK), "keep"):
             yield from block
 
 
@@ -117,53 +109,6 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
     def __len__(self) -> int:
         """Return the number of samples of this rank in an epoch."""
         return self.order.sample_count()
-
-
-class RolloverBatchSampler(BatchSampler):
-    """torch's batch sampler without short batches: samples left over come first in the next epoch.
-
-    Attributes:
-        carry_over: The samples that the next epoch begins with.
-
-    Args:
-        sampler: Yields the indices.
-        batch_size: Length of each batch.
-        drop_last: False for the behaviour of torch's batch sampler: a short last batch, and nothing
-            is carried over. Frameworks need every sample for predictions, so they replace a
-            loader's batch sampler by one that is made with ``drop_last=False``.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler[Any] | Iterable[Any],
-        batch_size: int,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.carry_over = CarryOver()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but a running epoch: a copy begins its own."""
-        return {**self.__dict__, "carry_over": self.carry_over.copy()}
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Return an iterator of full batches. The loader carries over what is left over."""
-        if not self.drop_last:
-            return super().__iter__()
-        draw = functools.partial(iterate, self.sampler)
-        return DrawnSteps(draw, Cut(self.batch_size), "rollover", self.carry_over.samples)
-
-    def __len__(self) -> int:
-        """Return the number of batches of the running epoch, or of the next one."""
-        if not self.drop_last:
-            return super().__len__()
-        count = len(self.sampler)  # type: ignore[arg-type]
-        return (count + len(self.carry_over.samples)) // self.batch_size
-
-
-def carries_over(batch_sampler: object) -> TypeGuard[RolloverBatchSampler]:
-    """Whether a batch sampler carries samples over to the next epoch."""
-    return isinstance(batch_sampler, RolloverBatchSampler) and batch_sampler.drop_last
 
 
 def leave_out_repeats(batch_sampler: Any) -> None:

@@ -9,7 +9,6 @@
                                                               position on
     a batch is delivered ───▶ progress
                               state_dict() ◀───────────────── dump(): what the order depends on
-                              newest.commit() ──────────────▶ commit(): carry-over
 
 An *order* yields the index batches of one epoch. There are three: ``SeededOrder``, which depends
 only on a seed and the epoch; ``SamplerOrder``, which draws from torch's samplers or the user's; and
@@ -81,8 +80,6 @@ class EpochPlan:
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
-        if self.counter.progress.is_ended:
-            self.newest.commit()
         return len(self.order)
 
     def set_epoch(self, epoch: int) -> None:
@@ -112,7 +109,6 @@ class EpochPlan:
             draws_seed: Whether torch draws a base seed for this epoch, which it does not do for
                 persistent workers that are running already.
         """
-        self.newest.commit()
         # The user may have called set_epoch() of a sampler that the loader made.
         self.drop_state_of_another()
         epoch, resumed, self.resumed = self._following_epoch, self.resumed, None
@@ -193,7 +189,6 @@ class EpochPlan:
         """
         counter = self.counter
         if counter.newest is None or counter.progress.is_ended:
-            self.newest.commit()
             sampler = {**self.order.dump_next(), "base_seed": draws_seed}
             facts, progress = self.order.facts(), {"epoch": counter.next, "position": 0}
             return {**facts, **progress, "sampler": sampler}

@@ -1,5 +1,6 @@
 """The order of a loader without a seed: what its samplers yield, drawn as torch draws it."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,6 @@ from torch.utils.data import BatchSampler
 
 from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
-from shmloader.sampling.loader_samplers import RolloverBatchSampler, carries_over
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
     global_rng_state,
@@ -23,7 +23,7 @@ from shmloader.sampling.sampler_state import (
     describe,
     size_of_batches,
 )
-from shmloader.sampling.steps import CarryOver, Steps, only_next, restart_if_exhausted, too_few
+from shmloader.sampling.steps import only_next, restart_if_exhausted, too_few
 
 
 class SamplerOrder(Order):
@@ -39,8 +39,7 @@ class SamplerOrder(Order):
     def __init__(
         self, index_sampler: Any, is_iterable: bool = False, seed: int | None = None
     ) -> None:
-        is_rollover = isinstance(index_sampler, RolloverBatchSampler)
-        super().__init__(index_sampler, index_sampler.carry_over if is_rollover else CarryOver())
+        super().__init__(index_sampler)
         self.index_sampler = index_sampler
         self._is_iterable, self._seed = is_iterable, seed
 
@@ -94,25 +93,14 @@ class SamplerOrder(Order):
             dumped["global_generators"] = global_rng_state(names)
         return dumped
 
-    def commit(self) -> None:
-        """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
-        progress = self._epoch.progress
-        if self.carry_over.steps is not None:
-            self.carry_over.commit(progress, self.index_sampler)
-        if progress.is_ended and self._epoch.state:
-            self._epoch = DrawnEpoch(progress=progress)  # a used loader keeps little memory
-
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common."""
-        sampler, last_batch = self.index_sampler, "keep"
-        if carries_over(sampler):
-            last_batch = "rollover"
-        elif type(sampler) is BatchSampler and sampler.drop_last:
-            last_batch = "discard"
+        sampler = self.index_sampler
+        drops_last = type(sampler) is BatchSampler and sampler.drop_last
         return {
             "global_batch": size_of_batches(sampler),
             "order": None if self._is_iterable else describe(sampler, has_facts=True),
-            "last_batch": last_batch,
+            "last_batch": "discard" if drops_last else "keep",
             "seed": self._seed,
         }
 
@@ -132,8 +120,6 @@ class EpochDraw(Iterator[Any]):
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self
-        if isinstance(order.index_sampler, RolloverBatchSampler):
-            self._register(drawing)
 
     def __next__(self) -> Any:
         if self._items is None:
@@ -186,7 +172,7 @@ class EpochDraw(Iterator[Any]):
         try:
             if "state" in epoch.saved and state.restore_own(epoch.saved):
                 epoch.state["state"] = epoch.saved["state"]
-                items = restart_if_exhausted(self._iterate)
+                items = restart_if_exhausted(functools.partial(iter, self._order.index_sampler))
             if epoch.state is epoch.saved:
                 items = self._pass_over(items)
             self._items = items  # which may go on after an error
@@ -209,12 +195,3 @@ class EpochDraw(Iterator[Any]):
             raise too_few(start, passed, kind)
         epoch.check_passed(last, kind)
         return items
-
-    def _iterate(self) -> Iterator[Any]:
-        return self._register(iter(self._order.index_sampler))
-
-    def _register(self, drawing: Iterator[Any]) -> Iterator[Any]:
-        """Have the carry-over know the steps that are drawn, and return them."""
-        if isinstance(drawing, Steps):
-            self._order.carry_over.begin(drawing, self._order.index_sampler.batch_size)
-        return drawing

@@ -41,7 +41,6 @@ from shmloader.sampling.rng import (
     load_generator,
 )
 from shmloader.sampling.samplers import EpochSampler
-from shmloader.sampling.steps import CarryOver
 
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
@@ -112,7 +111,6 @@ class SamplerState:
 
     Args:
         index_sampler: A sampler or a batch sampler; None for an order without one.
-        carry_over: The samples that the next epoch begins with.
         generator: The loader's generator, from which torch draws the base seed of the workers for
             each epoch; None if it is not used.
 
@@ -121,13 +119,7 @@ class SamplerState:
         draws_seed: Whether an epoch draws a seed from torch's generator, and nothing else.
     """
 
-    def __init__(
-        self,
-        index_sampler: object,
-        carry_over: CarryOver,
-        generator: torch.Generator | None,
-    ) -> None:
-        self._carry_over = carry_over
+    def __init__(self, index_sampler: object, generator: torch.Generator | None) -> None:
         self._is_known = True
         # The sampler that has a state of its own.
         self._stateful: Any = None
@@ -176,8 +168,6 @@ class SamplerState:
         if self._counting:
             epochs = [probe(sampler, "epoch") for sampler in self._counting]
             state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
-        if self._carry_over.samples:
-            state["carry_over"] = list(self._carry_over.samples)
         if self._stateful is not None:
             own: object = ask_state(self._stateful, _REMEDY)
             state["unsaved" if isinstance(own, Unsaved) else "state"] = own
@@ -203,7 +193,6 @@ class SamplerState:
             )
         self.restore_generators(state)
         self.restore_epochs(state)
-        self._carry_over.replace(state.get("carry_over", ()))
 
     def restore_own(self, state: dict[str, Any]) -> bool:
         """Load the sampler's own state; return whether there is one."""
@@ -313,24 +302,21 @@ class Order:
 
     Args:
         sampler: What is drawn: a sampler or a batch sampler; None if the order is computed.
-        carry_over: The samples that the next epoch begins with.
 
     Attributes:
-        carry_over: The argument.
         generator: The loader's generator, which the loader sets and a seeded order does not use.
     """
 
     index_sampler: Any
     generator: torch.Generator | None = None
 
-    def __init__(self, sampler: Any, carry_over: CarryOver) -> None:
-        self._sampler, self.carry_over = sampler, carry_over
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
         self._epoch = DrawnEpoch()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
-        own = {"_epoch": DrawnEpoch(), "carry_over": self.carry_over.copy()}
-        return {**self.__dict__, **own}
+        return {**self.__dict__, "_epoch": DrawnEpoch()}
 
     def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
         """Set the epoch that is iterated next, which continues at the progress's position."""
@@ -353,13 +339,14 @@ class Order:
         """
         return drawing
 
-    def commit(self) -> None:
-        """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
-        self.carry_over.commit(self._epoch.progress, self.index_sampler)
+    def forget_ended(self) -> None:
+        """Forget the newest epoch if it has ended: a used loader keeps little memory."""
+        if self._epoch.progress.is_ended and self._epoch.state:
+            self._epoch = DrawnEpoch(progress=self._epoch.progress)
 
     def state(self) -> SamplerState:
         """Return an object that takes and restores states of the next epoch."""
-        return SamplerState(self._sampler, self.carry_over, self.generator)
+        return SamplerState(self._sampler, self.generator)
 
     def dump_next(self) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sized
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from shmloader.interruptions import probe
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import epoch_of, is_planned, set_epoch_of
-from shmloader.sampling.indices import PositionedIndices, sample_count, wrong_step
+from shmloader.sampling.indices import Permutation, PositionedIndices, sample_count, wrong_step
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.sampler_state import (
@@ -24,9 +24,7 @@ from shmloader.sampling.sampler_state import (
     size_of_batches,
 )
 from shmloader.sampling.steps import (
-    CarryOver,
     Cut,
-    DatasetOrder,
     DrawnSteps,
     LastBatch,
     OrderSteps,
@@ -65,7 +63,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             index lists.
         may_shard: Whether the batch sampler may yield lists of index lists, which are then checked.
         ranks: Finds the rank and the world size; None for rank 0 of 1.
-        carry_over: What the next epoch begins with.
         counter: Counter of the loader's epochs, if ``items`` may draw from the samplers that the
             loader made. Each further pass of such a sampler then has the order of a further epoch.
     """
@@ -81,11 +78,10 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
     device_count: int = 0
     may_shard: bool = True
     ranks: Ranks | None = None
-    carry_over: CarryOver = field(default_factory=CarryOver)
     counter: EpochCounter | None = None
 
     def __post_init__(self) -> None:
-        super().__init__(self.items, self.carry_over)
+        super().__init__(self.items)
         self.known_epochs: tuple[int | None, ...] = (epoch_of(self.items),)
         # The epoch that other code had set there before the newest epoch was set.
         self._named: int | None = None
@@ -138,8 +134,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def _item_count(self) -> int:
         length = self.items if self.length is None else self.length
-        count = length if isinstance(length, int) else len(length)
-        return count + len(self.carry_over.samples)
+        return length if isinstance(length, int) else len(length)
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -152,8 +147,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
     def __iter__(self) -> Iterator[Any]:
         """Begin the epoch, and return an iterator of its steps."""
         steps = self._steps = self._begin_steps()
-        if self.last_batch == "rollover":
-            self.carry_over.begin(steps, self._size)
         # What belongs to this epoch, since another one may begin before it is drawn.
         shape = functools.partial(self._shape, steps, self._epoch)
         return map(shape, self._epoch.progress.left_to_do(steps))
@@ -169,10 +162,9 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def steps_of(self, epoch: int, start: int = 0) -> OrderSteps:
         """Return this rank's steps of an epoch, after ``start`` samples of all ranks."""
-        carried = self.carry_over.samples
-        length = self._item_count() - len(carried)
-        order = DatasetOrder(length, self.seed, epoch, is_shuffled=self.shuffle, carried=carried)
-        return OrderSteps(order, self.cut, self.last_batch, start)
+        length = self._item_count()
+        order = Permutation(length, self.seed, epoch) if self.shuffle else None
+        return OrderSteps(length, order, self.cut, self.last_batch, start)
 
     def _begin_steps(self) -> Steps:
         items, drawn = self.items, self._epoch
@@ -183,7 +175,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             functools.partial(self._begin_items, drawn.number),
             self.cut,
             self.last_batch,
-            self.carry_over.samples,
             start=start,
             rng_state=RngState(self.seed, drawn.number),
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
@@ -239,7 +230,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def state(self) -> SamplerState:
         """Return an object that takes and restores states; the loader's generator is not used."""
-        return SamplerState(self.items, self.carry_over, None)
+        return SamplerState(self.items, None)
 
     def dump(self) -> dict[str, Any]:
         """Return the state of the newest epoch, as plain values."""
@@ -279,8 +270,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         if self.items is not None:
             return  # checked when the user's sampler is drawn
         # The number of steps of the rank with the most, since the state may be another rank's.
-        carried = len(state["sampler"].get("carry_over", ())) - len(self.carry_over.samples)
-        most = -(-(self._item_count() + carried) // cut.global_count)
+        most = -(-self._item_count() // cut.global_count)
         if state["position"] > most:
             raise too_few(state["position"], most, "order")
 

@@ -7,7 +7,7 @@ sequence for any number of ranks, as long as the global step has the same length
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 from typing import Any, Literal
@@ -16,15 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.grammar import counted
-from shmloader.interruptions import Caught, attempt
 from shmloader.sampling.indices import IndexArray, Permutation
-from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import RngState
 
 #: What happens to items that do not fill the last global step: "keep" makes a shorter step of them,
-#: "discard" leaves them out, "rollover" puts them first in the next epoch, and "pad" fills the step
-#: up from the epoch's start.
-LastBatch = Literal["keep", "discard", "rollover", "pad"]
+#: "discard" leaves them out, and "pad" fills the step up from the epoch's start.
+LastBatch = Literal["keep", "discard", "pad"]
 
 # Positions of an order that are computed, or items of a sampler that are passed over, at a time: a
 # few take as long as some thousand.
@@ -70,28 +67,6 @@ class Cut:
         return self.step_count(item_count, last_batch) * self.share
 
 
-class DatasetOrder:
-    """The indices of an epoch, with random access: the carried ones, and then the dataset's."""
-
-    def __init__(
-        self, length: int, *key: int, is_shuffled: bool, carried: Iterable[int] = ()
-    ) -> None:
-        self._permutation = Permutation(length, *key) if is_shuffled else None
-        self._carried = np.array([*carried], dtype=np.int64)
-        self.is_shuffled, self.length = is_shuffled, length + len(self._carried)
-
-    def at(self, positions: _Numbers) -> _Numbers:
-        """Return the indices at these positions."""
-        count, permutation = len(self._carried), self._permutation
-        if not count:
-            return positions if permutation is None else permutation.at(positions)
-        indices, is_first = positions - count, positions < count
-        indices[is_first] = self._carried[positions[is_first]]
-        if permutation is not None:
-            indices[~is_first] = permutation.at(indices[~is_first])
-        return indices
-
-
 class Steps(Iterator[Any]):
     """The steps of one epoch for one rank: lists of items.
 
@@ -101,7 +76,6 @@ class Steps(Iterator[Any]):
         is_over: Whether all steps were drawn.
         repeats: The ``position`` after the step that is filled up (``"pad"``), and how many samples
             at its end are repeats from earlier in the epoch. (0, 0) while it is not known.
-        left_over: Items that do not fill a step, once the epoch is over.
         newest: The last item that was drawn, for any rank; None if the order is computed.
         item_count: Number of items in the epoch; None while it is not known.
     """
@@ -110,7 +84,6 @@ class Steps(Iterator[Any]):
         self.position = start
         self.is_over = False
         self.repeats = (0, 0)
-        self.left_over: list[Any] = []
         self.newest: Any = None
         self.item_count: int | None = None
         self.cut, self._last_batch = cut, last_batch
@@ -129,7 +102,9 @@ class Steps(Iterator[Any]):
 
 
 class OrderSteps(Steps):
-    """Steps of an order with random access, so that a rank computes only its own share.
+    """Steps of the indices below ``length``, of which a rank computes only its own share.
+
+    Without a permutation, the indices ascend.
 
     Attributes:
         as_arrays: Whether the steps are ranges or :class:`IndexArray` instead of lists. To be set
@@ -137,17 +112,21 @@ class OrderSteps(Steps):
     """
 
     def __init__(
-        self, order: DatasetOrder, cut: Cut, last_batch: LastBatch, start: int = 0
+        self,
+        length: int,
+        permutation: Permutation | None,
+        cut: Cut,
+        last_batch: LastBatch,
+        start: int = 0,
     ) -> None:
         super().__init__(cut, last_batch, start)
-        self._order = order
-        self._end = cut.step_count(order.length, last_batch) * cut.global_count
+        self._length, self._permutation = length, permutation
+        self._end = cut.step_count(length, last_batch) * cut.global_count
         self.as_arrays = False
         self._block: list[Any] = []
 
     def _next(self) -> Any:
         if self.position >= self._end:
-            self.left_over = self._order.at(np.arange(self._end, self._order.length)).tolist()
             return None
         if not self._block:
             self._block = self._compute()
@@ -155,12 +134,14 @@ class OrderSteps(Steps):
 
     def _compute(self) -> list[Any]:
         """Return a block of steps from the position on, in reverse order."""
-        cut, length, size = self.cut, self._order.length, self.cut.global_count
+        cut, length, size = self.cut, self._length, self.cut.global_count
         stop = min(self._end, self.position + max(1, _BLOCK // cut.share) * size)
         starts = np.arange(self.position, stop, size) + cut.rank * cut.share
         positions = starts[:, None] + np.arange(cut.share)
         # Positions beyond the end wrap around to the epoch's start.
-        indices = self._order.at(positions % length)
+        indices = positions % length
+        if self._permutation is not None:
+            indices = self._permutation.at(indices)
         steps = list(indices) if self.as_arrays else indices.tolist()
         missing = cut.share - cut.count(length - self._end + size) if stop == self._end else 0
         if missing and self._last_batch == "keep":
@@ -171,7 +152,7 @@ class OrderSteps(Steps):
 
     def _as_array(self, step: _Numbers) -> range | IndexArray:
         first, last = int(step[0]), int(step[-1])
-        if not self._order.is_shuffled and last - first == len(step) - 1:
+        if self._permutation is None and last - first == len(step) - 1:
             return range(first, last + 1)
         return IndexArray(step)
 
@@ -183,7 +164,6 @@ class DrawnSteps(Steps):
         draw: Function that returns an iterator of the sampler.
         cut: The rank's share of each global step.
         last_batch: How the last global step is handled.
-        first: Items that come before those of the sampler.
         start: Number of items before the first step, which are drawn and discarded.
         rng_state: State of the global generators while the sampler draws; None for the process's
             own.
@@ -197,7 +177,6 @@ class DrawnSteps(Steps):
         draw: Callable[[], Iterator[Any]],
         cut: Cut,
         last_batch: LastBatch,
-        first: Iterable[Any] = (),
         *,
         start: int = 0,
         rng_state: RngState | None = None,
@@ -210,8 +189,8 @@ class DrawnSteps(Steps):
         self._planned = planned
         self._weigh, self._check_passed = weigh, check_passed
         self._items: Iterator[Any] | None = None
-        # Items that were drawn, or came before those of the sampler, and belong to no step yet.
-        self._waiting = list(first)
+        # Items that were drawn, and belong to no step yet.
+        self._waiting: list[Any] = []
         self._to_pass, self._drawn_count = start, 0
         # The epoch's first items, with which the last step is filled up.
         self._beginning: list[Any] = []
@@ -225,8 +204,7 @@ class DrawnSteps(Steps):
         own_count = cut.count(len(items))
         if missing:
             self.item_count = self._drawn_count
-            if not items or self._last_batch in {"discard", "rollover"}:
-                self.left_over = items
+            if not items or self._last_batch == "discard":
                 return None
             if self._last_batch == "pad":
                 if self._planned is not None:
@@ -271,50 +249,6 @@ class DrawnSteps(Steps):
         if self._last_batch == "pad":
             self._beginning += taken[: self.cut.global_count - len(self._beginning)]
         return taken
-
-
-class CarryOver:
-    """The samples that the next epoch begins with. Used on the user's thread.
-
-    Attributes:
-        samples: The samples.
-        steps: The steps of the running epoch, if that may leave samples over.
-    """
-
-    __slots__ = ("_size", "samples", "steps")  # a program may keep very many loaders
-
-    def __init__(self, samples: Iterable[Any] = ()) -> None:
-        self.samples: list[Any] = list(samples)
-        self.steps: Steps | None = None
-        self._size = 1
-
-    def begin(self, steps: Steps, size: int) -> None:
-        """Begin an epoch whose steps begin with the samples, ``size`` items a batch."""
-        self.steps, self._size = steps, size
-
-    def replace(self, samples: Iterable[Any]) -> None:
-        """Make the next epoch begin with these samples, whatever the running one leaves over."""
-        self.samples, self.steps = list(samples), None
-
-    def commit(self, progress: Progress, batches: Sized) -> None:
-        """Take over what the running epoch leaves over, if the user is done with all its batches.
-
-        With ``on_error="skip"``, the last batches may not be delivered, and then only the epoch's
-        end counts. ``batches`` has the number of batches in the epoch, if it has a length.
-        """
-        steps = self.steps
-        is_done = steps is not None and progress.position * self._size >= steps.position
-        if steps is None or not (progress.is_ended or is_done):
-            return
-        count = attempt(len, batches)  # it may have none, or not know it yet
-        if progress.is_ended or (not isinstance(count, Caught) and progress.position >= count):
-            next(steps, None)  # without workers, the end has not been drawn yet
-        if steps.is_over:
-            self.replace(steps.left_over)
-
-    def copy(self) -> "CarryOver":
-        """Return a copy without the running epoch, which stays with the original."""
-        return CarryOver(self.samples)
 
 
 # Users' samplers --------------------------------------------------------------------------

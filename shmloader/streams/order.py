@@ -15,7 +15,6 @@ from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_state import Order
-from shmloader.sampling.steps import CarryOver
 from shmloader.streams.board import Board, pauses, store_of_job
 from shmloader.streams.fingerprints import LETTERS, check_sizes, digest, sizes_digest
 from shmloader.streams.reader import Found, Reading
@@ -64,7 +63,7 @@ class ReaderOrder(Order):
         ranks: Ranks | None = None,
         last_batch: str = "pad",
     ) -> None:
-        super().__init__(None, CarryOver())
+        super().__init__(None)
         self._stream, self._seed = stream, seed
         self._ranks, self._last_batch = ranks, last_batch
         self.timeout_s, self.may_wait, self.repeats = 0.0, False, -1

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
 import os
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    Sampler,
     TensorDataset,
     default_collate,
 )
@@ -201,77 +198,12 @@ def test_a_sampler_that_gives_a_ranks_part_is_refused_and_its_batches_keep_their
         assert len(next(iter(loader))) == size
 
 
-KINDS = pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-
-
-@pytest.mark.sampled(1)
-@KINDS
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rollover_puts_what_is_left_first_in_the_next_epoch(kind, workers) -> None:
-    loader = kind(torch.arange(10), 3, last_batch="rollover", num_workers=workers)
-    seen = []
-    for length in (3, 3, 4, 3, 3, 4):
-        assert len(loader) == length  # before
-        count = 0
-        for batch in loader:
-            seen += batch.tolist()
-            count += 1
-            assert len(loader) == length  # within
-        assert count == length
-    assert len(loader) == 3  # after
-    assert seen == [*range(10)] * 6
-
-
-@pytest.mark.sampled(2)
-@KINDS
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_early_break_loses_nothing_that_was_rolled_over(kind, workers) -> None:
-    loader = kind(torch.arange(10), 3, last_batch="rollover", num_workers=workers)
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)  # the epoch is complete, though nobody asks for its end
-    whole = [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
-    for stop in (1, 2):
-        assert values(itertools.islice(loader, stop)) == whole[:stop]
-        assert len(loader) == 3
-    assert values(loader) == whole
-    assert len(loader) == 4
-
-
-class Odd(Sampler):
-    def __iter__(self):
-        return iter(range(1, 10, 2))
-
-
-@pytest.mark.sampled(2)
-@KINDS
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_need_not_know_its_length_for_a_rollover(kind, workers) -> None:
+def test_keep_and_discard_are_what_they_say() -> None:
     data = torch.arange(10)
-    odd = Odd()
-    loader = kind(data, 2, sampler=odd, last_batch="rollover", num_workers=workers)
-    assert next(iter(loader)).tolist() == [1, 3]
-    assert values(loader) == [[1, 3], [5, 7]]
-    assert values(loader) == [[9, 1], [3, 5], [7, 9]]
-
-
-@KINDS
-def test_a_copy_has_what_was_rolled_over(kind) -> None:
-    loader = kind(torch.arange(10), 3, last_batch="rollover")
-    list(loader)
-    again = pickle.loads(pickle.dumps(loader))
-    assert next(iter(again)).tolist() == [9, 0, 1]
-    assert values(pickle.loads(pickle.dumps(again))) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
-    assert values(loader) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
-
-
-@KINDS
-def test_keep_and_discard_are_what_they_say(kind) -> None:
-    data = torch.arange(10)
-    assert values(kind(data, 4, last_batch="keep"))[-1] == [8, 9]
+    assert values(ShardedDataLoader(data, 4, last_batch="keep"))[-1] == [8, 9]
     discard = {"last_batch": "discard"}
     for options in (discard, {"drop_last": True}, {"drop_last": True, **discard}):
-        loader = kind(data, 4, **options)
+        loader = ShardedDataLoader(data, 4, **options)
         assert loader.drop_last is True
         assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert len(loader) == len(loader.batch_sampler) == 2
@@ -468,10 +400,18 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards cannot be combined"),
         *(
             ({"last_batch": rule, "batch_sampler": [[1]]}, ValueError, "combined with batch_samp")
-            for rule in ("keep", "discard", "rollover", "pad")
+            for rule in ("keep", "discard", "pad")
         ),
         ({"shuffle": "no"}, TypeError, "shuffle should be True or False, but got shuffle='no'"),
         ({"shuffle": 2}, TypeError, "shuffle=2"),
+        *(
+            (
+                {"last_batch": wrong},
+                ValueError,
+                f"^last_batch should be 'keep', 'discard' or 'pad', but got last_batch={wrong!r}$",
+            )
+            for wrong in ("", "rollover", 3)
+        ),
         ({"last_batch": "pad", "drop_last": True}, ValueError, "cannot be combined with drop_last"),
         ({"drop_last": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
         ({"batch_size": 2, "nonsense": True}, TypeError, "nonsense"),
@@ -487,14 +427,6 @@ def test_an_iterable_dataset_is_refused() -> None:
         ShardedDataLoader(Streams(lambda: iter([1])), 2)
 
 
-def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
-    stream = Streams(lambda: iter(range(5)))
-    with pytest.raises(ValueError, match="needs a map-style dataset"):
-        DataLoader(stream, 2, last_batch="rollover")
-    assert values(DataLoader(stream, 2, last_batch="keep")) == [[0, 1], [2, 3], [4]]
-    assert values(DataLoader(stream, 2, last_batch="discard")) == [[0, 1], [2, 3]]
-
-
 def as_if_present(device: Any, argument: str = "device") -> torch.device | None:
     return None if device in {None, "cpu"} else torch.device("meta", device)
 
@@ -505,7 +437,6 @@ def as_if_present(device: Any, argument: str = "device") -> torch.device | None:
         (DataLoader, {"shm_size": "1GiB"}, "shm_size"),
         (DataLoader, {"worker_restarts": 1}, "worker_restarts"),
         (DataLoader, {"on_error": "skip"}, "on_error"),
-        (DataLoader, {"last_batch": "rollover"}, "last_batch"),
         (DataLoader, {"seed": 0}, "seed"),
         (DataLoader, {"device": 0}, "device"),
         (ShardedDataLoader, {}, "ShardedDataLoader"),

@@ -124,7 +124,7 @@ def test_a_loader_that_is_sent_to_processes_of_a_group_has_their_ranks(monkeypat
 
 
 @pytest.mark.parametrize("shards", [None, 2])
-@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep", "rollover"])
+@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_samplers_are_what_each_rank_delivers(world_size, last_batch, shards) -> None:
     for rank in range(world_size):

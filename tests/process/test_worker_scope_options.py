@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_sampler": {"batch_sampler": BatchSampler(SequentialSampler(range(COUNT)), 4, False)},
     "sampler": {"sampler": range(COUNT - 1, -1, -1)},
     "shards": {"num_shards": 2},
-    "rollover": {"last_batch": "rollover"},
+    "discard": {"last_batch": "discard"},
     "skip": {"dataset": BAD, "on_error": "skip"},
     "replaced": {"dataset": BAD, "on_error": replace},
     "few failures": {"dataset": BAD, "on_error": "skip", "max_failures": 5},

@@ -112,10 +112,6 @@ def _weighted() -> dict[str, Any]:
     return {"batch_size": BATCH, "sampler": sampler}
 
 
-def _rollover() -> dict[str, Any]:
-    return {**_shuffle(), "last_batch": "rollover"}
-
-
 def _tokens() -> TokenBatches:
     """A plan of five windows, with 10 to 12 batches an epoch."""
     lengths = [1 + number * 7 % 13 for number in range(LENGTH)]
@@ -157,7 +153,6 @@ KINDS = {
         lambda: {"batch_size": BATCH, "sampler": WeightedRandomSampler([1.0] * LENGTH, 45)},
         goes_on=False,
     ),
-    "rollover": Kind(_rollover),
     "a list": Kind(lambda: {"batch_size": BATCH, "sampler": list(range(LENGTH, 0, -1))}),
     "torch's for ranks": Kind(_distributed, names_epochs=True),
     "a user's": Kind(lambda: {"batch_size": BATCH, "sampler": GlobalShuffle()}, goes_on=False),
@@ -166,10 +161,6 @@ KINDS = {
     "by a seed": Kind(lambda: {"batch_size": BATCH, "shuffle": True, "seed": 5}, dataset=Noisy),
     "by a seed, without batching": Kind(
         lambda: {"batch_size": None, "shuffle": True, "seed": 5}, dataset=Noisy
-    ),
-    "by a seed, rollover": Kind(
-        lambda: {"batch_size": BATCH, "shuffle": True, "seed": 5, "last_batch": "rollover"},
-        dataset=Noisy,
     ),
     "by a seed, a user's": Kind(
         lambda: {"batch_size": BATCH, "sampler": GlobalShuffle(), "seed": 5}, dataset=Noisy

@@ -97,7 +97,6 @@ LOADERS = {
     "weighted": lambda: (
         Squares(), {"sampler": WeightedRandomSampler([1.0] * LENGTH, 45)},
     ),
-    "rollover": lambda: (Squares(), {"shuffle": True, "last_batch": "rollover"}),
     "a user's": lambda: (Squares(), {"sampler": GlobalShuffle()}),
     "a user's batches": lambda: (Squares(), {"batch_sampler": EagerShuffle(), "batch_size": 1}),
     "by a seed": lambda: (Noisy(), {"shuffle": True, "seed": 5}),

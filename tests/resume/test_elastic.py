@@ -13,7 +13,7 @@ from shmloader.sampling import TokenBatches
 
 LENGTH = 250
 GLOBAL_BATCH = 24
-LAST_BATCHES = ("pad", "discard", "keep", "rollover")
+LAST_BATCHES = ("pad", "discard", "keep")
 
 
 class Shuffled(Sampler):

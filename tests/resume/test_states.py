@@ -63,21 +63,21 @@ def test_a_state_is_small_and_plain(kind, tmp_path):
 
 
 def test_a_returned_state_never_changes_and_is_nobody_elses():
-    loader = make_loader("rollover", 0)
+    loader = make_loader("token batches", 0)
     rest_of(loader)
     state = loader.state_dict()
     before = copy.deepcopy(state)
-    state["sampler"]["carry_over"].append("rubbish")
+    state["sampler"]["epochs"].append("rubbish")
     iterator = iter(loader)
     next(iterator)
     running = loader.state_dict()
     at_first = copy.deepcopy(running)
     rest_of(loader)
     assert running == at_first
-    other = make_loader("rollover", 0)
+    other = make_loader("token batches", 0)
     other.load_state_dict(before)
     given = other.state_dict()
-    given["sampler"]["carry_over"].clear()
+    given["sampler"]["epochs"].clear()
     assert other.state_dict() == before
 
 
@@ -232,37 +232,6 @@ def test_a_batch_that_a_closed_iterator_did_not_give_is_not_handed_over(options)
         assert loader.state_dict() == state
 
 
-@pytest.mark.parametrize("kind", ["rollover", "by a seed, rollover"])
-def test_a_loader_that_has_run_begins_with_what_the_state_has_left_over(kind):
-    epochs = whole(kind, epochs=4)
-    loader = make_loader(kind, 0)
-    rest_of(loader), rest_of(loader)
-    _, state = saved(loader, 1)
-    for count in (1, 2, 3):
-        other = make_loader(kind, 0)
-        for _ in range(count):
-            rest_of(other)
-        other.load_state_dict(state)
-        assert len(other) == len(epochs[2])
-        assert [rest_of(other), rest_of(other)] == [epochs[2][1:], epochs[3]]
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_rolls_over_is_kept_where_nothing_was_left_of_the_last_batch(workers, seed):
-    def bad(index):
-        if 4 <= index < 8:
-            raise KeyError(index)
-        return index
-
-    with shmloader.DataLoader(
-        Calls(bad, 10), 4, num_workers=workers, on_error="skip", last_batch="rollover", seed=seed
-    ) as loader:
-        assert rest_of(loader) == [[0, 1, 2, 3]]
-        assert loader.state_dict()["sampler"]["carry_over"] == [8, 9]
-        assert rest_of(loader) == [[8, 9, 0, 1], [2, 3], [8, 9]]
-
-
 class CountsWhatItGave(Sampler):
     """As torchdata's StatefulDistributedSampler: between epochs it tells of the last one's end."""
 
@@ -309,7 +278,6 @@ class Ahead(Sampler):
 STATEFUL = {
     "counts": lambda: {"batch_size": 4, "sampler": CountsWhatItGave()},
     "draws ahead": lambda: {"batch_sampler": Ahead()},
-    "rolls over": lambda: {**KINDS["a user's with a state"].options(), "last_batch": "rollover"},
     "one batch": lambda: {**KINDS["a user's with a state"].options(), "batch_size": LENGTH + 1},
     "short last batch": KINDS["a user's with a state"].options,
 }
@@ -411,7 +379,6 @@ LIST = {"sampler": [3, 2]}
         ({"seed": 3}, {"seed": 4}, "- seed: 3 in the state, 4 in"),
         ({"seed": 3, "shuffle": True}, {"seed": 3}, "batch_sampler: 'shuffled' in the state, 'in"),
         ({"seed": 3, **LIST}, {"seed": 3}, "batch_sampler: 'list' in the state, 'in order' in"),
-        ({"last_batch": "rollover"}, {}, "drop_last: 'rollover' in the state, 'keep' in"),
         ({}, {"drop_last": True}, "drop_last: 'keep' in the state, 'discard' in"),
         (
             {},
@@ -647,7 +614,7 @@ def damaged(value, path=()):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["shuffled by a generator", "by a seed, rollover"])
+@pytest.mark.parametrize("kind", ["shuffled by a generator", "by a seed"])
 def test_a_state_with_one_wrong_bit_is_refused_at_once(kind, workers):
     _, state = saved(make_loader(kind, workers, in_order=False), 3)
     state = json.loads(json.dumps(state)) | {"ahead": [[5, 7]]}

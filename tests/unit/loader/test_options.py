@@ -62,7 +62,6 @@ def test_a_size_is_read(value, nbytes):
         ("device_prefetch", [None, True, 1.0], [0, -1]),
         ("on_error", [None, True, 0, b"skip"], ["", "Skip", "ignore", "raise "]),
         ("max_failures", [True, "5"], [-1, Fraction(0), Fraction(3, 2), 0.0, 1.5, float("nan")]),
-        ("last_batch", [], ["", "drop", 3]),
         ("thread_pool", [0, 1, None, "yes", []], []),
         ("seed", [1.0, True, "0"], [-1]),
         ("snapshot_every_n_steps", [1.5, True], [-1, "often"]),
@@ -121,10 +120,6 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
         ({"dataset": Stream(), "num_workers": "auto"}, "needs a map-style dataset"),
         ({"seed": 0, "generator": torch.Generator()}, "cannot be combined with generator"),
         ({"device_transform": list}, "needs device="),
-        ({"last_batch": "pad"}, "works only with ShardedDataLoader"),
-        ({"last_batch": "keep", "drop_last": True}, "cannot be combined with drop_last"),
-        ({"last_batch": "keep", "batch_size": None}, "needs batch_size"),
-        ({"dataset": Stream(), "last_batch": "rollover"}, "needs a map-style dataset"),
     ],
 )
 def test_what_does_not_fit_together_is_named(options, text):

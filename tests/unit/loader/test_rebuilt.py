@@ -31,7 +31,7 @@ def attributes(loader):
     ("kind", "options"),
     [
         (DataLoader, {}),
-        (DataLoader, {"seed": 1, "shuffle": True, "last_batch": "rollover"}),
+        (DataLoader, {"seed": 1, "shuffle": True, "drop_last": True}),
         (DataLoader, {"num_workers": "auto", "seed": 1}),
         (ShardedDataLoader, {}),
         (ShardedDataLoader, {"rank": 1, "world_size": 2, "shuffle": True}),
@@ -124,23 +124,27 @@ OPTIONS = {
     "plain": {},
     "seeded": {"seed": 3, "shuffle": True},
     "in order": {"seed": 3},
+    "drop_last": {"seed": 3, "shuffle": True, "drop_last": True},
+}
+OF_SHARDS = {
+    **OPTIONS,
     "keep": {"seed": 3, "last_batch": "keep"},
     "discard": {"seed": 3, "shuffle": True, "last_batch": "discard"},
-    "drop_last": {"seed": 3, "shuffle": True, "drop_last": True},
     "both": {"seed": 3, "drop_last": True, "last_batch": "discard"},
-    "rollover": {"seed": 3, "shuffle": True, "last_batch": "rollover"},
 }
+CELLS = pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((DataLoader, name) for name in OPTIONS), *((ShardedDataLoader, name) for name in OF_SHARDS)],
+)
 
 
 def make(kind, name):
     if kind is ShardedDataLoader and name == "plain":
         return kind(torch.arange(LENGTH), 4)
-    return kind(torch.arange(LENGTH), 4, **OPTIONS[name])
+    return kind(torch.arange(LENGTH), 4, **OF_SHARDS[name])
 
 
-@pytest.mark.filterwarnings("ignore:last_batch=.* has no effect")
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-@pytest.mark.parametrize("name", OPTIONS)
+@CELLS
 def test_a_loader_made_anew_to_predict_delivers_every_sample_once(kind, name) -> None:
     loader = make(kind, name)
     remade = predicting(loader)
@@ -165,23 +169,14 @@ def test_a_loader_made_anew_for_ranks_keeps_what_happens_to_the_last_batch(name)
         assert type(loader) is DataLoader
         first = [*itertools.chain(*read(loader))]
         assert first == own  # 12 samples in 3 batches
-    # With batches of 5, there is something to discard or to carry over.
+    # With batches of 5, there is something to discard.
     sampler = DistributedSampler(range(LENGTH), 2, 0, shuffle=False)
     loader = distributed(DataLoader(torch.arange(LENGTH), 5, **OPTIONS[name]), sampler)
     sizes = [[len(batch) for batch in read(loader)] for _ in range(2)]
-    assert sizes == {
-        "rollover": [[5, 5], [5, 5]],
-        "discard": [[5, 5], [5, 5]],
-        "drop_last": [[5, 5], [5, 5]],
-        "both": [[5, 5], [5, 5]],
-    }.get(name, [[5, 5, 2], [5, 5, 2]])
-    if name == "rollover":
-        assert read(loader)[0][:4] == [2 * index % LENGTH for index in (8, 9, 10, 11)]
+    assert sizes == [[5, 5] if name == "drop_last" else [5, 5, 2]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:last_batch=.* has no effect")
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "rollover"])
+@CELLS
 def test_a_loader_made_anew_from_its_attributes_delivers_the_same(kind, name) -> None:
     expected = make(kind, name)
     loader = make(kind, name)
@@ -204,17 +199,6 @@ def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind, optio
 
 
 @pytest.mark.parametrize(
-    ("last_batch", "drop_last"), [("keep", True), ("discard", False), ("rollover", True)]
-)
-def test_a_batch_sampler_that_does_otherwise_is_warned_of(last_batch, drop_last) -> None:
-    batches = BatchSampler(range(LENGTH), 4, drop_last)
-    with pytest.warns(UserWarning, match=f"^last_batch='{last_batch}' has no effect"):
-        loader = DataLoader(torch.arange(LENGTH), batch_sampler=batches, last_batch=last_batch)
-    assert read(loader) == list(batches)
-
-
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-@pytest.mark.parametrize(
     ("name", "error", "text"),
     [
         ("epoch", ValueError, "^epoch attribute should not be set after .* is initialized"),
@@ -223,13 +207,14 @@ def test_a_batch_sampler_that_does_otherwise_is_warned_of(last_batch, drop_last)
         ("last_batch", ValueError, "^last_batch attribute should not be set after"),
     ],
 )
-def test_an_attribute_without_an_effect_cannot_be_set(kind, name, error, text) -> None:
-    loader = kind(torch.arange(LENGTH), 4)
-    with pytest.raises(error, match=text):
-        setattr(loader, name, 1)
-    loader.something = 1  # the user's own
-    loader.timeout = 0
-    assert read(loader) == read(kind(torch.arange(LENGTH), 4))
+def test_an_attribute_without_an_effect_cannot_be_set(name, error, text) -> None:
+    for kind in (ShardedDataLoader, DataLoader)[: 1 if name == "last_batch" else 2]:
+        loader = kind(torch.arange(LENGTH), 4)
+        with pytest.raises(error, match=text):
+            setattr(loader, name, 1)
+        loader.something = 1  # the user's own
+        loader.timeout = 0
+        assert read(loader) == read(kind(torch.arange(LENGTH), 4))
 
 
 def test_a_subclass_may_have_attributes_of_these_names() -> None:

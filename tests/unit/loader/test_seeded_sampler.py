@@ -17,22 +17,20 @@ def read(loader) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def make(kind=DataLoader, *, last_batch=None, shuffle=True, **options):
-    return kind(torch.arange(LENGTH), 4, shuffle=shuffle, seed=3, last_batch=last_batch, **options)
+def make(kind=DataLoader, *, shuffle=True, **options):
+    return kind(torch.arange(LENGTH), 4, shuffle=shuffle, seed=3, **options)
 
 
-@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
-def test_sampler_and_batch_sampler_are_the_order_that_is_delivered(last_batch) -> None:
-    loader = make(last_batch=last_batch)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_sampler_and_batch_sampler_are_the_order_that_is_delivered(drop_last) -> None:
+    loader = make(drop_last=drop_last)
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
-        carried = loader._plan.order.carry_over.samples
         indices, batches = list(loader.sampler), list(loader.batch_sampler)
         assert sorted(indices) == list(range(LENGTH))
-        assert [*itertools.chain(*batches)] == (carried + indices)[: sum(map(len, batches))]
+        assert [*itertools.chain(*batches)] == indices[: sum(map(len, batches))]
         assert read(loader) == batches
         assert loader.sampler.epoch == loader.epoch == epoch + 1
-        loader.state_dict()  # commits what rolls over
 
 
 def test_frameworks_know_its_kind() -> None:
@@ -42,16 +40,12 @@ def test_frameworks_know_its_kind() -> None:
     assert type(make(shuffle=False).batch_sampler) is BatchSampler
 
 
-@pytest.mark.parametrize("last_batch", ["keep", "rollover"])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_iterating_the_samplers_disturbs_no_epoch(last_batch, seed) -> None:
+def test_iterating_the_samplers_disturbs_no_epoch(seed) -> None:
     def epochs(disturb):
         torch.manual_seed(1)
         generator = None if seed is not None else torch.Generator().manual_seed(2)
-        loader = DataLoader(
-            torch.arange(LENGTH), 4, shuffle=True, seed=seed, last_batch=last_batch,
-            generator=generator,
-        )  # fmt: skip
+        loader = DataLoader(torch.arange(LENGTH), 4, shuffle=True, seed=seed, generator=generator)
         found = []
         for _ in range(3):
             for batch in loader:
@@ -62,7 +56,6 @@ def test_iterating_the_samplers_disturbs_no_epoch(last_batch, seed) -> None:
                     next(iter(loader.batch_sampler))
                     if generator is not None:
                         generator.set_state(state)
-            found.append([sorted(loader.state_dict()["sampler"].get("carry_over", ()))])
         return found
 
     assert epochs(disturb=True) == epochs(disturb=False)
@@ -81,13 +74,12 @@ def test_set_epoch_of_the_sampler_names_the_epoch_that_the_loader_delivers_next(
     assert read(loader) == read(other)
 
 
-@pytest.mark.parametrize("last_batch", ["keep", "rollover"])
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_has_an_order_of_its_own(kind, last_batch, way) -> None:
-    expected = make(kind, last_batch=last_batch)
+def test_a_copy_has_an_order_of_its_own(kind, way) -> None:
+    expected = make(kind)
     epochs = [read(expected) for _ in range(3)]
-    loader = make(kind, last_batch=last_batch)
+    loader = make(kind)
     assert read(loader) == epochs[0]
     copied = way(loader)
     assert copied.sampler is not loader.sampler
@@ -98,22 +90,6 @@ def test_a_copy_has_an_order_of_its_own(kind, last_batch, way) -> None:
     assert [first, *read(begun)] == epochs[1]
     assert loader.sampler.epoch == loader.epoch == 2
     assert read(loader) == epochs[2]
-
-
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
-def test_a_copy_without_a_seed_carries_over_by_itself(way) -> None:
-    def loader():
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(torch.arange(LENGTH), 4, last_batch="rollover", generator=generator)
-
-    expected = loader()
-    epochs = [read(expected) for _ in range(3)]
-    first = loader()
-    assert read(first) == epochs[0]
-    copied = way(first)
-    assert [read(copied), read(first), read(first), read(copied)] == [
-        epochs[1], epochs[1], epochs[2], epochs[2],
-    ]  # fmt: skip
 
 
 class Counting:

@@ -50,7 +50,7 @@ def test_the_sharded_loader_has_each_argument_of_the_other_by_name() -> None:
     ]
     assert theirs.keys() <= ours.keys()
     assert ours.keys() - theirs.keys() == {
-        *("rank", "world_size", "num_shards", "devices", "worker_scope")
+        *("last_batch", "rank", "world_size", "num_shards", "devices", "worker_scope")
     }
     others = {"shuffle": (False, None), "seed": (0, None)}
     for name in theirs.keys() & ours.keys():

@@ -20,19 +20,6 @@ def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, last_batch="pad
     return SeededOrder(size, shards, last_batch, 3, **options)
 
 
-def test_a_position_counts_what_the_epoch_before_has_left_over():
-    plan = plan_of(batch=4, length=6, last_batch="rollover", shuffle=False)
-    for _ in plan:
-        pass
-    plan._epoch.progress.done(0)
-    plan.commit()
-    plan.begin(1, Progress())
-    assert [(step.indices, step.epoch, step.first) for step in plan] == [
-        ([4, 5, 0, 1], 1, 0),
-        ([2, 3, 4, 5], 1, 4),
-    ]
-
-
 def test_an_epoch_that_has_begun_keeps_its_number():
     plan = plan_of(length=36)
     begun = iter(plan)

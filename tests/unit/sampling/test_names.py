@@ -110,7 +110,7 @@ ARGUMENTS = {
     ("name", "argument", "value", "text"),
     [
         ("ShardedSampler", "batch_size", 0, "1 or more"),
-        ("ShardedSampler", "last_batch", "rollover", ""),
+        ("ShardedSampler", "last_batch", "divide", ""),
         ("ShardedSampler", "seed", -1, "0 or more"),
         ("ShardedSampler", "rank", 0, "be given both or not"),
         ("TokenBatches", "lengths", [1, 0], r"be whole numbers from 1 to 2\*\*63 - 1, but got"),

@@ -17,7 +17,7 @@ from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
 
-LAST_BATCHES: list[LastBatch] = ["pad", "discard", "keep", "rollover"]
+LAST_BATCHES: list[LastBatch] = ["pad", "discard", "keep"]
 
 
 class Draws:
@@ -114,7 +114,7 @@ def test_the_ranks_together_have_the_one_global_order(
     together = [index for step in steps for index in step]
     whole = length // count * count
     left = length - whole
-    if last_batch in {"discard", "rollover"}:
+    if last_batch == "discard":
         assert together == order[:whole]
     elif last_batch == "keep":
         assert together == order

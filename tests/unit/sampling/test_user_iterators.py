@@ -69,9 +69,6 @@ WAYS = {
     "seeded sampler": lambda wrap: DataLoader(
         torch.arange(LENGTH), 8, sampler=wrap(shuffled()), seed=1
     ),
-    "rollover": lambda wrap: DataLoader(
-        torch.arange(LENGTH), 8, sampler=wrap(shuffled()), last_batch="rollover"
-    ),
     "sharded": lambda wrap: ShardedDataLoader(torch.arange(LENGTH), 8, sampler=wrap(shuffled())),
     "dealt": lambda wrap: ShardedDataLoader(torch.arange(LENGTH), batch_sampler=wrap(batches())),
 }
@@ -139,9 +136,7 @@ class Empty:
         return iter([next(iter([]))])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"seed": 1}, {"last_batch": "rollover"}, {"last_batch": "rollover", "seed": 1}]
-)
+@pytest.mark.parametrize("options", [{}, {"seed": 1}])
 def test_an_iter_that_raises_stop_iteration_is_an_error_and_not_an_empty_epoch(options) -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(torch.utils.data.DataLoader(torch.arange(LENGTH), 8, sampler=Empty()))
