@@ -5,7 +5,7 @@ The path of one item::
     source ──▶ queue ──▶ stage ──▶ queue ──▶ stage ──▶ … ──▶ sink ──▶ consumer
     (a thread            (jobs on an executor:               (a queue
     of its own,           threads, the loop,                 of buffer_size)
-    or the loop)          processes, a user's executor)
+    or the loop)          processes)
 
 A *flow* is one run through the source. It knows where each item is: in a queue between two stages,
 or in a job, which is one item at one stage. It is pure, and decides which jobs may start. A result
@@ -20,7 +20,7 @@ it on without calling their ops. The failed stage, and the stages before it, sta
 Jobs run on *executors*, of which there are three kinds:
 
 * daemon threads, which are left behind if they are still in an op when the pipeline stops
-* an event loop on a thread; calls of a user's ``concurrent.futures.Executor`` are awaited on one
+* an event loop on a thread
 * for ``executor="process"``, the loader's engine, pool and slots
 
 If the source can be resumed and the stages keep the order, each item travels with a *checkpoint*:

@@ -4,7 +4,6 @@ The module is long because more than half of it documents the arguments.
 """
 
 import collections.abc
-import concurrent.futures
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -135,10 +134,10 @@ class PipelineBuilder:
                 random generators are seeded with a number drawn from this process's torch
                 generator.
 
-                An ``Executor`` of ``concurrent.futures``. The pipeline does not shut it down.
+                All results of a generator function for one item come together.
 
-                With processes and executors, all results of a generator function for one item come
-                together.
+                For an ``Executor`` of ``concurrent.futures``, give a coroutine function:
+                ``async def op(x): return await asyncio.wrap_future(pool.submit(f, x))``.
             output_order: "completion" passes results on as they are ready, "input" in the order of
                 the items.
             name: The stage's name in errors; by default the op's own name.
@@ -153,9 +152,7 @@ class PipelineBuilder:
                 For coroutine functions, it is called once, on the event loop. It may be a coroutine
                 function itself.
 
-                With ``executor="process"``, it is called once in each worker process. An
-                ``Executor`` has an ``initializer`` of its own, and cannot be combined with
-                ``setup``.
+                With ``executor="process"``, it is called once in each worker process.
 
                 An exception of ``setup`` is raised to the consumer with the stage's name, even if
                 ``max_failures`` allows failures.
@@ -175,11 +172,10 @@ class PipelineBuilder:
         is_async, makes_many = kind_of(op)
         kind = _stage_kind(executor, is_async=is_async)
         self._check_open("pipe")
-        is_elsewhere = kind in ("process", "executor")
-        if (setup and kind == "executor") or (teardown and (is_elsewhere or not setup)):
+        if teardown and (kind == "process" or not setup):
             raise ValueError(
-                "setup cannot be combined with an Executor: give that an initializer. teardown "
-                "needs setup, and threads or coroutines, since processes may end at any time."
+                "teardown needs setup, and threads or coroutines, since processes may end at any "
+                "time."
             )
         self._stages.append(
             StageConfig(
@@ -189,7 +185,6 @@ class PipelineBuilder:
                 makes_many=makes_many,
                 concurrency=whole_number(concurrency, "concurrency", minimum=1),
                 in_order=output_order == "input",
-                executor=executor if isinstance(executor, concurrent.futures.Executor) else None,
                 setup=setup,
                 teardown=teardown,
             )
@@ -331,17 +326,18 @@ def _stage_kind(executor: Executor | None, *, is_async: bool) -> str:
             "the op is async, so it runs on the event loop: it cannot be combined with "
             f"executor={executor!r}"
         )
-    if isinstance(executor, concurrent.futures.Executor):
-        return "executor"
     if executor == "process" and why_unsupported():
         raise ValueError(
-            f"executor='process' is not available here, since {why_unsupported()}: use threads, or "
-            "an executor of concurrent.futures"
+            f"executor='process' is not available here, since {why_unsupported()}: use threads"
         )
     kind: object = executor or "thread"
     if kind not in ("thread", "process"):
         error = ValueError if isinstance(kind, str) else TypeError
-        raise error(f"executor should be 'thread', 'process' or an Executor, but got {kind!r}")
+        raise error(
+            f"executor should be 'thread' or 'process', but got {kind!r}. For an Executor of "
+            "yours, give a coroutine function: "
+            "async def op(x): return await asyncio.wrap_future(pool.submit(f, x))"
+        )
     return "coroutine" if is_async else str(kind)
 
 

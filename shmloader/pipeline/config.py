@@ -4,7 +4,6 @@ An *op* is the function of a stage. A stage's ``setup`` and ``teardown`` are cal
 called: once on each thread, once on the loop, or (``setup`` alone) once in each worker process.
 """
 
-import concurrent.futures
 import functools
 import inspect
 import types
@@ -18,7 +17,7 @@ import torch
 from shmloader.loader.options import describe_source
 
 Source = Iterable[Any] | AsyncIterable[Any]
-Executor = Literal["thread", "process"] | concurrent.futures.Executor
+Executor = Literal["thread", "process"]
 OutputOrder = Literal["completion", "input"]
 
 #: Items that may wait between two stages. They bridge the moment between a finished job and the
@@ -59,8 +58,8 @@ class StageConfig:
     """The source, or a stage that calls an op, copies to a device, or makes lists of items.
 
     Attributes:
-        kind: What runs it: "source", "thread", "coroutine", "process", "executor" (the user's) or
-            "device"; "aggregate" for a stage that makes lists.
+        kind: What runs it: "source", "thread", "coroutine", "process" or "device"; "aggregate" for
+            a stage that makes lists.
         makes_many: Whether the op is a generator function.
         concurrency: Items at once; for a stage on processes, the number of processes.
         in_order: Whether results leave in the order of the items.
@@ -73,7 +72,6 @@ class StageConfig:
     makes_many: bool = False
     concurrency: int = 1
     in_order: bool = True
-    executor: concurrent.futures.Executor | None = None
     device: torch.device | None = None
     setup: Callable[..., Any] | None = None
     teardown: Callable[[Any], Any] | None = None
@@ -84,7 +82,7 @@ class StageConfig:
         """Return the stage's name, how many items it takes at once, and where."""
         if self.kind in ("device", "aggregate"):
             return self.name
-        where = {"process": "processes", "executor": "an executor"}.get(self.kind, f"{self.kind}s")
+        where = "processes" if self.kind == "process" else f"{self.kind}s"
         return f"{self.name} ({self.concurrency} on {where})"
 
     @property

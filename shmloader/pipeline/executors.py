@@ -16,7 +16,6 @@ Guarantees:
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import inspect
 import logging
@@ -26,9 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shmloader.device.device import Destination, DeviceStage, OnDevice
-from shmloader.pipeline.config import StageConfig, call_all, results_of
+from shmloader.pipeline.config import StageConfig, results_of
 from shmloader.pipeline.stages import Job
-from shmloader.pools.executor import CHECK_S
 from shmloader.threads import BackgroundThread
 
 _log = logging.getLogger("shmloader")
@@ -248,7 +246,7 @@ class LoopExecutor(BackgroundThread):
         try:
             context = () if stage.setup is None else (await self._context_of(job),)
             in_setup, began_ns = False, time.monotonic_ns()
-            if stage.makes_many and stage.kind != "executor":
+            if stage.makes_many:
                 async with contextlib.aclosing(stage.op(job.item, *context)) as results:
                     async for result in results:
                         op_ns = time.monotonic_ns() - began_ns
@@ -263,8 +261,7 @@ class LoopExecutor(BackgroundThread):
         except BaseException as error:
             if self._is_ended.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
-            is_lost = isinstance(error, concurrent.futures.BrokenExecutor)
-            following = flow.failed(job, error, in_setup=in_setup, is_lost=is_lost)
+            following = flow.failed(job, error, in_setup=in_setup)
         else:
             following = flow.finished(job, outputs, time.monotonic_ns() - began_ns)
         if following is not None:
@@ -285,29 +282,3 @@ class LoopExecutor(BackgroundThread):
 async def _awaited(function: Any, *args: object) -> Any:
     result = function(*args)
     return await result if inspect.isawaitable(result) else result
-
-
-def submitting(stage: StageConfig) -> Callable[[Any], Any]:
-    """Return a coroutine function that calls a stage's op on the user's executor.
-
-    It is awaited on a loop of its own, since ``submit`` may block. All results of a generator
-    function for an item come together.
-    """
-    executor: Any = stage.executor
-    check = getattr(executor, "check", None)
-    call = (call_all, stage.op) if stage.makes_many else (stage.op,)
-
-    async def submit(item: Any) -> Any:
-        try:
-            submitted = executor.submit(*call, item)
-        except Exception as error:
-            raise concurrent.futures.BrokenExecutor(
-                f"the executor takes no call: {error}"
-            ) from error
-        future = asyncio.wrap_future(submitted)
-        while check is not None and not future.done():
-            await asyncio.wait([future], timeout=CHECK_S)
-            check()  # fails the futures of an executor that is gone
-        return await future
-
-    return submit

@@ -137,8 +137,8 @@ class Flow:
     ) -> Job | None:
         """Leave a job's item out, or have the consumer raise an exception.
 
-        What ``setup`` has raised, and the loss of a call by a worker or an executor, are raised
-        even if ``max_failures`` allows failures. Returns the same as :meth:`finished`.
+        What ``setup`` has raised, and the loss of a call by a worker, are raised even if
+        ``max_failures`` allows failures. Returns the same as :meth:`finished`.
         """
         stages, name, item = self._stages, job.stage.name, job.item
         if not stages:

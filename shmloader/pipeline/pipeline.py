@@ -55,8 +55,8 @@ class Pipeline:
     * ``buffer_size`` in the sink, and what the consumer holds.
 
     A running call holds its item and, at its end, its result. A list counts as the items that it
-    was made of. A generator has one result waiting at a time. In a process, in a user's executor,
-    and on threads with ``setup``, all its results for an item come together.
+    was made of. A generator has one result waiting at a time. In a process, and on
+    threads with ``setup``, all its results for an item come together.
 
     Up to 64 results of each stage on processes lie in shared-memory slots. Further ones are copied
     to ordinary memory.

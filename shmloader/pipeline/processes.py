@@ -40,7 +40,7 @@ from shmloader.insight.measurements import work_of
 from shmloader.memory.arena import Arena
 from shmloader.memory.limits import MemoryConfig
 from shmloader.pipeline.config import PipelineConfig, StageConfig, call_all, results_of
-from shmloader.pipeline.executors import DeviceExecutor, LoopExecutor, ThreadExecutor, submitting
+from shmloader.pipeline.executors import DeviceExecutor, LoopExecutor, ThreadExecutor
 from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
@@ -235,8 +235,6 @@ class Executors:
         runners = [(source, self._get("coroutine" if is_async else "source"))]
         for index, stage in enumerate(config.stages):
             run, made = stage, None
-            if stage.kind == "executor":
-                run = replace(stage, op=submitting(stage))
             if stage.kind == "device":
                 made = self._get("device")
                 self.transfer = made.stage
@@ -252,8 +250,8 @@ class Executors:
             made: Any
             if key == "device":
                 made = DeviceExecutor(self._destination)
-            elif key in ("coroutine", "executor"):
-                made = LoopExecutor("shmloader_" + ("loop" if key == "coroutine" else "submit"))
+            elif key == "coroutine":
+                made = LoopExecutor("shmloader_loop")
             elif key == "thread":
                 made = ThreadExecutor("shmloader_pipe", self._config.num_threads)
             else:

@@ -18,16 +18,14 @@ class PipelineStageStats:
 
     Attributes:
         name: "the source", "stage 'decode'" or "aggregate(32)".
-        kind: What runs the op: "source", "aggregate", "thread", "coroutine", "process", "executor"
-            or "device".
+        kind: What runs the op: "source", "aggregate", "thread", "coroutine", "process" or "device".
         concurrency: Items at once, as given; 1 for the source and for aggregates.
         items_in: Items taken in; 0 for the source.
         items_out: Results passed on.
         failures: Calls that have failed.
         op_mean_s: Mean time in the op in seconds, of one call, or of one item of the source. In a
-            worker process it is measured there; on the user's executor it includes the time until
-            the call begins. For a copy to a device, it is the time to start the copy, which
-            continues after that. 0 for aggregates.
+            worker process it is measured there. For a copy to a device, it is the time to start the
+            copy, which continues after that. 0 for aggregates.
         busy_share: Share of the epoch's time in which an item was in work, including the time until
             a thread, the loop or a process began with it; 0 to 1. A stage counts as ``concurrency``
             workers, even if it shares fewer threads with others, and this is their mean.

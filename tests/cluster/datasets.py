@@ -64,11 +64,6 @@ class Notes(Mixed):
         return index
 
 
-def draw(item: int) -> tuple[int, float]:
-    """Return an item with a number that no other call returns."""
-    return item, random.SystemRandom().random()
-
-
 class Bad(Mixed):
     def __getitem__(self, index: int) -> Any:
         if index == 5:

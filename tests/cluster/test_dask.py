@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
+from shmloader import DataLoader, ShardedDataLoader, WorkerDiedError
 from shmloader.cluster import DaskExecutor
 from tests.cluster import datasets
 from tests.cluster.datasets import Hungry, Mixed, Pids
@@ -113,20 +113,6 @@ def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster,
     client.run(_make_far)
     found += iterator
     assert_same(found, local(dataset, **options))
-
-
-def test_a_stage_of_a_pipeline_runs_there_once_for_each_item(client) -> None:
-    """Dask takes calls with equal arguments for one, unless it is told otherwise."""
-    executor = DaskExecutor(client)
-    builder = PipelineBuilder().add_source([1, 2] * 20)
-    found = list(
-        builder.pipe(datasets.draw, executor=executor, concurrency=4, output_order="input")
-        .add_sink(4)
-        .build()
-    )
-    assert [item for item, _ in found] == [1, 2] * 20
-    assert len({number for _, number in found}) == 40
-    assert client.submit(abs, -3).result() == 3
 
 
 def test_a_killed_worker_s_batches_are_made_again(cluster, client) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from shmloader import DataLoader, LoaderTimeoutError, PipelineBuilder, WorkerDiedError
+from shmloader import DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.cluster import DaskExecutor
 from tests.cluster import datasets
 from tests.cluster.datasets import Large, Mixed, Pids
@@ -211,8 +211,3 @@ def test_a_result_that_cannot_be_fetched_is_the_loss_of_its_task(client, monkeyp
     failures.append(OSError("the connection is reset"))
     with pytest.raises(WorkerDiedError, match=r"OSError: the connection is reset"):
         list(DataLoader(Mixed(), num_workers=3, executor=executor, **options))
-
-    failures.append(OSError("the connection is reset"))
-    pipe = PipelineBuilder().add_source(range(4)).pipe(abs, executor=executor)
-    with pytest.raises(OSError, match="the connection is reset"):
-        list(pipe.add_sink(4).build())

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -258,11 +257,10 @@ def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
         assert list(items) == [(1, number) for number in range(5)]
 
 
-def test_two_stages_on_processes_and_one_on_the_users_pool():
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        builder = PipelineBuilder().add_source(range(6)).pipe(filled, executor="process")
-        builder.pipe(torch.sum, executor="process").pipe(int).pipe(abs, executor=pool)
-        assert list(builder.add_sink().build()) == [LARGE * number for number in range(6)]
+def test_two_stages_on_processes():
+    builder = PipelineBuilder().add_source(range(6)).pipe(filled, executor="process")
+    builder.pipe(torch.sum, executor="process").pipe(int)
+    assert list(builder.add_sink().build()) == [LARGE * number for number in range(6)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A program that ends with a pipeline in any state prints nothing of ours, and leaves nothing."""
 
-import dataclasses
-import re
 import time
 
 import pytest
@@ -19,8 +17,6 @@ SHAPES = {
     "tasks of their own": "builder.pipe(begin_tasks, concurrency=4)",
     "processes": "builder.pipe(abs, executor='process', concurrency=2)",
     "stuck processes": "builder.pipe(stuck, executor='process', concurrency=2)",
-    "a thread pool": "builder.pipe(abs, executor=ThreadPoolExecutor(2), concurrency=3)",
-    "a process pool": "builder.pipe(abs, executor=keep(ProcessPoolExecutor(2)), concurrency=3)",
     "contexts": "builder.pipe(use, concurrency=3, setup=dict, teardown=dict.clear)"
     ".pipe(use_soon, setup=dict, teardown=close)",
     "stuck contexts": "builder.pipe(stuck_use, concurrency=3, setup=dict, teardown=dict.clear)",
@@ -54,7 +50,6 @@ ENDS = {
 
 PROGRAM = """
 import asyncio, itertools, os, sys, threading, time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from queue import SimpleQueue
 from shmloader import PipelineBuilder
 
@@ -62,10 +57,6 @@ has_begun, begins = os.pipe()  # forked workers have it, too
 
 def begin():
     os.write(begins, b".")
-
-def keep(executor):
-    sys.kept = executor  # garbage at the very end, it would print an exception of Python's own
-    return executor
 
 def each(number):
     yield number
@@ -151,23 +142,10 @@ if __name__ == "__main__":
 """
 
 
-#: What concurrent.futures may say at the exit, before it holds a lock there (Python 3.12): it wakes
-#: its thread, which has just closed the pipe for that.
-WOKEN_LATE = re.compile(
-    r"Exception ignored in: <module 'threading'[^\n]*\nTraceback[^\n]*\n(?:  [^\n]*\n)*?"
-    r"  [^\n]*in _python_exit\n(?:  [^\n]*\n)*OSError: \[Errno 9\] Bad file descriptor\n"
-)
-
-
-def is_possible(shape, end):
-    # In a function, it would wait for an item.
-    if end == "in a function":
-        return shape not in STUCK
-    # At the exit, Python's own executors refuse calls, which a daemon prints.
-    return end != "consumed by a daemon" or shape not in ("a thread pool", "a process pool")
-
-
-CELLS = [(shape, end) for shape in SHAPES for end in ENDS if is_possible(shape, end)]
+# In a function, those that yield no item would wait for one.
+CELLS = [
+    (shape, end) for shape in SHAPES for end in ENDS if shape not in STUCK or end != "in a function"
+]
 
 
 @pytest.mark.slow
@@ -180,8 +158,6 @@ def test_a_program_ends_quietly(shape, end, tmp_path):
     start = time.monotonic()
     done = program.finish()
     assert time.monotonic() - start < 20
-    if shape == "a process pool":
-        done = dataclasses.replace(done, err=WOKEN_LATE.sub("", done.err))
     if words:
         assert done.err.splitlines()[-1] == words
         assert done.err.count("Traceback") == 1

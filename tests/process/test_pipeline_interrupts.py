@@ -4,7 +4,6 @@ Nor does it hang the pipeline, or its next epoch.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import itertools
 import os
@@ -42,12 +41,6 @@ def plain() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def executor() -> Iterator[Any]:
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield pool, lambda item: item
-
-
-@contextlib.contextmanager
 def device() -> Iterator[Any]:
     with switched_on():
         yield "late", lambda item: int(to_host(item)[0])
@@ -57,7 +50,6 @@ def device() -> Iterator[Any]:
 KINDS_OF_PIPELINE: dict[str, tuple[Any, Callable[[PipelineBuilder, Any], Any], int]] = {
     "threads": (plain, lambda builder, _: builder.pipe(double, concurrency=2), 29),
     "loop": (plain, lambda builder, _: builder.pipe(double_soon, concurrency=2), 31),
-    "executor": (executor, lambda builder, given: builder.pipe(double, executor=given), 37),
     "processes": (plain, lambda builder, _: builder.pipe(double, executor="process"), 151),
     "device": (device, lambda builder, given: builder.pipe(tensor).transfer(given), 41),
 }

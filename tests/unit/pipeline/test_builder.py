@@ -1,5 +1,7 @@
 """Mistakes are told when the pipeline is built, with the argument's name and value."""
 
+import concurrent.futures
+
 import pytest
 
 from shmloader import PipelineBuilder
@@ -55,6 +57,11 @@ class Indexed:
         (lambda: with_source().pipe(op, concurrency=0), ValueError, ["concurrency", "=0"]),
         (lambda: with_source().pipe(op, executor="gpu"), ValueError, ["executor", "'gpu'"]),
         (lambda: with_source().pipe(op, executor=4), TypeError, ["executor", "got 4"]),
+        (
+            lambda: with_source().pipe(op, executor=concurrent.futures.ThreadPoolExecutor(1)),
+            TypeError,
+            ["Executor of yours", "async def op(x)", "wrap_future"],
+        ),
         (
             lambda: with_source().pipe(coro, executor="thread"),
             ValueError,

@@ -1,7 +1,6 @@
 """`setup` and `teardown` of stages: where, how often, and what they raise."""
 
 import asyncio
-import concurrent.futures
 import gc
 import logging
 import threading
@@ -206,15 +205,10 @@ def test_what_teardown_raises_is_logged_and_delays_no_other(is_async, caplog, co
 
 
 @pytest.mark.parametrize(
-    ("hooks", "options"),
-    [
-        ((None, print), {}),
-        ((dict, print), {"executor": "process"}),
-        ((dict, None), {"executor": concurrent.futures.ThreadPoolExecutor(1)}),
-    ],
+    ("hooks", "options"), [((None, print), {}), ((dict, print), {"executor": "process"})]
 )
 def test_a_hook_that_would_not_be_called_is_told(hooks, options):
-    with pytest.raises(ValueError, match="setup cannot be combined with an Executor"):
+    with pytest.raises(ValueError, match="teardown needs setup"):
         build(use, *hooks, **options)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import logging
 import queue
@@ -123,50 +122,13 @@ def test_items_are_aggregated_and_taken_apart(sink):
     assert list(builder.add_sink(sink).build()) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_an_executor_of_the_users_runs_functions_and_generators():
+def test_an_op_may_submit_to_an_executor_of_the_users():
     with concurrent.futures.ThreadPoolExecutor(2, "theirs") as pool:
-        names = []
 
-        def note(number):
-            names.append(threading.current_thread().name)
-            return number
+        async def op(number):
+            return await asyncio.wrap_future(pool.submit(double, number))
 
-        builder = PipelineBuilder().add_source(range(4))
-        builder.pipe(note, executor=pool, output_order="input", concurrency=2)
-        builder.pipe(odd_yielded, executor=pool).pipe(odd_only, executor=pool)
-        pipeline = builder.add_sink().build()
-        assert list(pipeline) == [1, 3]
-        assert list(pipeline) == [1, 3]
-        assert pool.submit(double, 1).result() == 2  # it was not shut down
-        assert all(name.startswith("theirs") for name in names)
-
-
-class Failing(concurrent.futures.Executor):
-    """Fails what is submitted."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def submit(self, fn, /, *args, **kwargs):
-        future = concurrent.futures.Future()
-        future.set_exception(self.error)
-        return future
-
-
-def test_what_an_executor_loses_does_not_count_as_failed_items():
-    error = concurrent.futures.BrokenExecutor("the cluster is gone")
-    builder = PipelineBuilder().add_source(range(2))
-    builder.pipe(double, executor=Failing(error), concurrency=4)
-    with pytest.raises(type(error), match="gone"):
-        list(builder.add_sink(2).build(timeout=SOON_S, max_failures=1000))
-
-
-def test_an_executor_that_was_shut_down_is_told_whatever_may_fail():
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    pool.shutdown()
-    builder = PipelineBuilder().add_source(range(2)).pipe(double, executor=pool)
-    with pytest.raises(concurrent.futures.BrokenExecutor, match="after shutdown"):
-        list(builder.add_sink(2).build(timeout=SOON_S, max_failures=9))
+        assert list(chain(range(4), op)) == [0, 2, 4, 6]
 
 
 def meet(parties):
@@ -422,16 +384,9 @@ def test_an_eof_of_an_op_is_not_taken_for_the_end():
         list(pipeline)
 
 
-@pytest.mark.parametrize("executor", [None, concurrent.futures.ThreadPoolExecutor(1)])
-def test_a_coroutine_that_nobody_awaits_is_an_error(executor):
-    def op(number):
-        return double_soon(number)
-
-    with (
-        contextlib.nullcontext() if executor is None else executor,
-        pytest.raises(TypeError, match="returned a coroutine"),
-    ):
-        list(PipelineBuilder().add_source([1]).pipe(op, executor=executor).add_sink().build())
+def test_a_coroutine_that_nobody_awaits_is_an_error():
+    with pytest.raises(TypeError, match="returned a coroutine"):
+        list(chain([1], lambda number: double_soon(number + 1)))
 
 
 @pytest.mark.parametrize("bad", BAD)

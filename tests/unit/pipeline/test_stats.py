@@ -196,7 +196,7 @@ def test_a_rule_makes_the_verdict(stats, limiting, words):
     assert all(word in stats.verdict for word in words), stats.verdict
 
 
-KINDS = ("source", "aggregate", "thread", "coroutine", "process", "executor", "device")
+KINDS = ("source", "aggregate", "thread", "coroutine", "process", "device")
 
 
 @given(
