@@ -112,8 +112,6 @@ class PipelineBuilder:
         executor: Executor | None = None,
         output_order: OutputOrder = "completion",
         name: str | None = None,
-        setup: Callable[[], Any] | None = None,
-        teardown: Callable[[Any], Any] | None = None,
     ) -> Self:
         """Add a stage that calls ``op`` with each item.
 
@@ -141,27 +139,6 @@ class PipelineBuilder:
             output_order: "completion" passes results on as they are ready, "input" in the order of
                 the items.
             name: The stage's name in errors; by default the op's own name.
-            setup: Makes a context, such as a connection or a client session. It is called without
-                arguments before the first item, where ``op`` runs, and ``op`` is then called as
-                ``op(item, context)``.
-
-                On threads, it is called once on each thread that gets an item of the stage. All
-                results of a generator function for one item then come together, since the context
-                may be usable only on that thread.
-
-                For coroutine functions, it is called once, on the event loop. It may be a coroutine
-                function itself.
-
-                With ``executor="process"``, it is called once in each worker process.
-
-                An exception of ``setup`` is raised to the consumer with the stage's name, even if
-                ``max_failures`` allows failures.
-            teardown: Called as ``teardown(context)``, once for each ``setup`` that has returned, on
-                the same thread or loop. It is called when the pipeline stops or is
-                garbage-collected, after an error, and when an epoch is left before its end. At the
-                interpreter's exit, it is called if no op is running. On the loop it may be a
-                coroutine function. Its exceptions are logged. It cannot be combined with
-                ``executor="process"``: a worker process may be ended at any time.
 
         Raises:
             TypeError, ValueError: For wrong arguments.
@@ -172,11 +149,6 @@ class PipelineBuilder:
         is_async, makes_many = kind_of(op)
         kind = _stage_kind(executor, is_async=is_async)
         self._check_open("pipe")
-        if teardown and (kind == "process" or not setup):
-            raise ValueError(
-                "teardown needs setup, and threads or coroutines, since processes may end at any "
-                "time."
-            )
         self._stages.append(
             StageConfig(
                 name or name_of(op),
@@ -185,8 +157,6 @@ class PipelineBuilder:
                 makes_many=makes_many,
                 concurrency=whole_number(concurrency, "concurrency", minimum=1),
                 in_order=output_order == "input",
-                setup=setup,
-                teardown=teardown,
             )
         )
         return self

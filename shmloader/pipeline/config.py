@@ -1,7 +1,6 @@
 """The parts of a pipeline, as the builder has checked them. Nothing runs here.
 
-An *op* is the function of a stage. A stage's ``setup`` and ``teardown`` are called where its op is
-called: once on each thread, once on the loop, or (``setup`` alone) once in each worker process.
+An *op* is the function of a stage.
 """
 
 import functools
@@ -73,8 +72,6 @@ class StageConfig:
     concurrency: int = 1
     in_order: bool = True
     device: torch.device | None = None
-    setup: Callable[..., Any] | None = None
-    teardown: Callable[[Any], Any] | None = None
     size: int = 0
     drop_last: bool = False
 
@@ -96,9 +93,9 @@ class StageConfig:
         return self.concurrency * (_JOBS_PER_PROCESS if self.kind == "process" else 1)
 
 
-def call_all(op: Callable[..., Any], item: Any, *context: Any) -> list[Any]:
+def call_all(op: Callable[..., Any], item: Any) -> list[Any]:
     """Return all results of a generator function for an item. Called in other processes, too."""
-    return list(op(item, *context))
+    return list(op(item))
 
 
 def results_of(stage: StageConfig, result: Any) -> Sequence[Any]:

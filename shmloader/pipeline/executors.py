@@ -8,28 +8,22 @@ Guarantees:
       neither the caller nor the interpreter alive.
     * The end of a loop cancels all coroutines, and the asyncio tasks that ops have begun. A
       coroutine that resists being cancelled is abandoned.
-    * An idle thread holds only the queue and its contexts, so it keeps no pipeline alive.
-    * Contexts of stages are torn down on their thread when the thread ends, or on the loop when all
-      cancelled coroutines have ended, or after ``_CANCEL_S`` seconds.
+    * An idle thread holds only the queue, so it keeps no pipeline alive.
     * At the interpreter's exit, threads are asked to pause. The exit waits for them at most
       ``_EXIT_S`` seconds.
 """
 
 import asyncio
 import contextlib
-import inspect
-import logging
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shmloader.device.device import Destination, DeviceStage, OnDevice
-from shmloader.pipeline.config import StageConfig, results_of
+from shmloader.pipeline.config import results_of
 from shmloader.pipeline.stages import Job
 from shmloader.threads import BackgroundThread
-
-_log = logging.getLogger("shmloader")
 
 # How long the interpreter's exit waits for an executor's threads, in seconds.
 _EXIT_S = 0.3
@@ -39,15 +33,6 @@ _CANCEL_S = 0.3
 
 # How many batches may be on their way to a device, or be there and not yet taken.
 _TRANSFERS_AHEAD = 2
-
-
-@contextlib.contextmanager
-def _logged(stage: StageConfig) -> Iterator[None]:
-    """Log an exception of ``teardown``, which prevents no other one."""
-    try:
-        yield
-    except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
-        _log.exception("teardown of %s failed", stage.title)
 
 
 # Threads ---------------------------------------------------------------------------------
@@ -62,40 +47,26 @@ class _Thread(BackgroundThread):
     def __init__(self, name: str, jobs: "queue.SimpleQueue[Job | None]") -> None:
         super().__init__(name)
         self._jobs = jobs
-        # The stage and what its `setup` has returned on this thread, by the stage's number.
-        self._contexts: dict[int, tuple[StageConfig, Any]] = {}
 
     def work(self) -> None:
-        try:
-            while True:
-                with self.resting():
-                    job = self._jobs.get()
-                if job is None:
-                    return
-                while job is not None:
-                    self.pause()
-                    job = self._run_job(job)
-        finally:
-            for stage, context in self._contexts.values():
-                if stage.teardown is not None:
-                    with _logged(stage):
-                        stage.teardown(context)
+        while True:
+            with self.resting():
+                job = self._jobs.get()
+            if job is None:
+                return
+            while job is not None:
+                self.pause()
+                job = self._run_job(job)
 
     def _run_job(self, job: Job) -> Any:
         """Run a function or a generator function. Returns the job that follows, if any."""
-        stage, flow, in_setup = job.stage, job.flow, True
+        stage, flow = job.stage, job.flow
         if flow.is_over:
             return None
         outputs: Sequence[Any] = ()
+        began_ns = time.monotonic_ns()
         try:
-            if stage.setup is not None and job.number not in self._contexts:
-                self._contexts[job.number] = stage, stage.setup()
-            context = self._contexts.get(job.number, ())[1:]
-            in_setup, began_ns = False, time.monotonic_ns()
-            if context or not stage.makes_many:
-                # A context may be usable only on this thread: all results come together.
-                outputs = results_of(stage, stage.op(job.item, *context))
-            else:
+            if stage.makes_many:
                 if job.iterator is None:
                     job.iterator = iter(stage.op(job.item))
                 for result in job.iterator:
@@ -104,8 +75,10 @@ class _Thread(BackgroundThread):
                         return None
                     began_ns = time.monotonic_ns()
                 job.iterator = None
+            else:
+                outputs = results_of(stage, stage.op(job.item))
         except BaseException as error:  # noqa: BLE001 - raised to the consumer
-            return flow.failed(job, error, in_setup=in_setup)
+            return flow.failed(job, error)
         return flow.finished(job, outputs, time.monotonic_ns() - began_ns)
 
 
@@ -138,7 +111,9 @@ class ThreadExecutor:
 
 
 class DeviceExecutor(ThreadExecutor):
-    """One thread that copies batches to a device. It is prepared as by a ``setup``."""
+    """One thread that copies batches to a device."""
+
+    _is_prepared = False
 
     def __init__(self, destination: Destination) -> None:
         backend = destination.backends[0]
@@ -146,9 +121,12 @@ class DeviceExecutor(ThreadExecutor):
         self.stage = DeviceStage(backend, destination.locks, _TRANSFERS_AHEAD)
         super().__init__(DeviceStage.name, 1)
 
-    def copy(self, batch: object, _: object) -> OnDevice:
+    def copy(self, batch: object) -> OnDevice:
         """Start a batch's copy. Called on the thread."""
         try:
+            if not self._is_prepared:
+                self.stage.start()
+                self._is_prepared = True
             return self.stage.run(batch)
         finally:
             del batch  # a traceback pins this frame, which must not pin the slot
@@ -178,8 +156,6 @@ class LoopExecutor(BackgroundThread):
         super().__init__(name)
         self._loop = asyncio.new_event_loop()
         self._is_ended = asyncio.Event()
-        # The stage and its running or finished `setup`, by the stage's number.
-        self._contexts: dict[int, tuple[StageConfig, asyncio.Task[Any]]] = {}
         # The loop itself holds asyncio tasks weakly.
         self._running: set[asyncio.Task[None]] = set()
 
@@ -222,11 +198,6 @@ class LoopExecutor(BackgroundThread):
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_CANCEL_S)
-        for stage, setup in self._contexts.values():
-            is_made = setup.done() and not setup.cancelled() and setup.exception() is None
-            if is_made and stage.teardown is not None:
-                with _logged(stage):
-                    await _awaited(stage.teardown, setup.result())
         await self._loop.shutdown_asyncgens()
 
     def _start_or_resume(self, job: Job) -> None:
@@ -239,15 +210,14 @@ class LoopExecutor(BackgroundThread):
             task.add_done_callback(self._running.discard)
 
     async def _run_job(self, job: Job) -> None:
-        stage, flow, in_setup = job.stage, job.flow, True
+        stage, flow = job.stage, job.flow
         if flow.is_over:
             return
         outputs: Sequence[Any] = ()
+        began_ns = time.monotonic_ns()
         try:
-            context = () if stage.setup is None else (await self._context_of(job),)
-            in_setup, began_ns = False, time.monotonic_ns()
             if stage.makes_many:
-                async with contextlib.aclosing(stage.op(job.item, *context)) as results:
+                async with contextlib.aclosing(stage.op(job.item)) as results:
                     async for result in results:
                         op_ns = time.monotonic_ns() - began_ns
                         if not flow.yielded(job, result, op_ns):
@@ -257,28 +227,12 @@ class LoopExecutor(BackgroundThread):
                             job.iterator = None
                         began_ns = time.monotonic_ns()
             else:
-                outputs = results_of(stage, await stage.op(job.item, *context))
+                outputs = results_of(stage, await stage.op(job.item))
         except BaseException as error:
             if self._is_ended.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
-            following = flow.failed(job, error, in_setup=in_setup)
+            following = flow.failed(job, error)
         else:
             following = flow.finished(job, outputs, time.monotonic_ns() - began_ns)
         if following is not None:
             self._start_or_resume(following)
-
-    async def _context_of(self, job: Job) -> Any:
-        """Return the stage's context. Raises what ``setup`` raises.
-
-        One asyncio task calls ``setup``, and all coroutines of the stage wait for that task. If one
-        of them is cancelled, the task continues.
-        """
-        if job.number not in self._contexts:
-            setup = self._loop.create_task(_awaited(job.stage.setup))
-            self._contexts[job.number] = job.stage, setup
-        return await asyncio.shield(self._contexts[job.number][1])
-
-
-async def _awaited(function: Any, *args: object) -> Any:
-    result = function(*args)
-    return await result if inspect.isawaitable(result) else result

@@ -132,13 +132,11 @@ class Flow:
             self._end = self._reader.end()
         return self._receive(job, outputs, op_ns, is_done=True, is_good=True)[0]
 
-    def failed(
-        self, job: Job, error: BaseException, *, in_setup: bool = False, is_lost: bool = False
-    ) -> Job | None:
+    def failed(self, job: Job, error: BaseException, *, is_lost: bool = False) -> Job | None:
         """Leave a job's item out, or have the consumer raise an exception.
 
-        What ``setup`` has raised, and the loss of a call by a worker, are raised even if
-        ``max_failures`` allows failures. Returns the same as :meth:`finished`.
+        The loss of a call by a worker is raised even if ``max_failures`` allows failures. Returns
+        the same as :meth:`finished`.
         """
         stages, name, item = self._stages, job.stage.name, job.item
         if not stages:
@@ -148,9 +146,9 @@ class Flow:
         is_counted = (
             job.number and counter.max_failures is not None and isinstance(error, Exception)
         )
-        if in_setup or is_lost or not is_counted:
-            of_item = f" for item {describe_index(item)}" if job.number and not in_setup else ""
-            raised = explained(error, f"{'setup of ' * in_setup}stage '{name}'", of_item)
+        if is_lost or not is_counted:
+            of_item = f" for item {describe_index(item)}" if job.number else ""
+            raised = explained(error, f"stage '{name}'", of_item)
         else:
             assert isinstance(error, Exception)
             failed = FailedItem.of(name, item, error)

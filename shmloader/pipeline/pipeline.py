@@ -5,13 +5,11 @@ Used from one thread at a time, but any thread may call ``stop`` and ``stats``.
 The module is long because nearly half of it documents the methods.
 """
 
-import atexit
 import contextlib
 import copy
 import os
 import threading
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self
 
 from shmloader.device.device import OnDevice
@@ -55,8 +53,8 @@ class Pipeline:
     * ``buffer_size`` in the sink, and what the consumer holds.
 
     A running call holds its item and, at its end, its result. A list counts as the items that it
-    was made of. A generator has one result waiting at a time. In a process, and on
-    threads with ``setup``, all its results for an item come together.
+    was made of. A generator has one result waiting at a time. In a process, all its
+    results for an item come together.
 
     Up to 64 results of each stage on processes lie in shared-memory slots. Further ones are copied
     to ordinary memory.
@@ -81,8 +79,6 @@ class Pipeline:
         self._flow: Flow | None = None
         # Where the next epoch begins; None for the beginning.
         self._resume_at: Checkpoint | None = None
-        # Stops the pipeline at the interpreter's exit.
-        self._at_exit: Callable[[], object] | None = None
         # Whether `start` was called (if not, the iterator that started the pipeline stops it), and
         # whether the present epoch has an iterator.
         self._is_kept = self._has_iterator = False
@@ -125,11 +121,6 @@ class Pipeline:
             reader = SourceReader(config, start)
             flow = self._flow = Flow(config, runners, self.failures, reader)
             self._resume_at = None
-            # Without a `teardown`, the interpreter's exit only parks the threads.
-            if self._at_exit is None and any(stage.teardown for stage in config.stages):
-                stop = weakref.WeakMethod(self.stop)
-                self._at_exit = lambda: (of_living := stop()) and of_living()
-                atexit.register(self._at_exit)
             flow.begin()
         except BaseException:
             self.stop()
@@ -144,14 +135,10 @@ class Pipeline:
 
         Takes at most a second. Items in flight are lost, coroutines are cancelled, and workers are
         ended. A thread that is in an op is waited for only a moment. It ends when the op returns,
-        and keeps neither this process nor its memory alive. ``teardown`` of a stage is called where
-        its ops ran, and is also waited for only a moment.
+        and keeps neither this process nor its memory alive.
         """
         self._is_kept = False
         self._leave("it was stopped", with_processes=True)
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
-            self._at_exit = None
 
     def _leave(self, why: str, *, with_processes: bool) -> None:
         """Leave the present epoch, and end its executors. From anywhere, and again."""
@@ -320,7 +307,7 @@ class Pipeline:
         the op is called with the item again, and the results that were delivered before are
         dropped. So the op should make the same results again.
 
-        Failures are counted from 0 again for ``max_failures``. Contexts of ``setup`` are not saved.
+        Failures are counted from 0 again for ``max_failures``.
 
         Returns:
             A dict of numbers, strings and lists, and the source's own state.

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.device.device import Destination
 from shmloader.engine.delivery import Instead
@@ -60,22 +59,13 @@ _GRACE_S = 0.3
 
 
 class OpItems:
-    """The dataset of a worker: indexed by an item, it returns the op's result.
+    """The dataset of a worker: indexed by an item, it returns the op's result."""
 
-    If ``setup`` has failed, it returns a ``RemoteError``.
-    """
-
-    def __init__(self, op: Callable[..., Any], setup: Callable[[], Any] | None) -> None:
-        self.op, self._setup = op, setup
-        self._context: tuple[Any, ...] = ()
+    def __init__(self, op: Callable[[Any], Any]) -> None:
+        self.op = op
 
     def __getitem__(self, item: Any) -> Any:
-        if self._setup is not None and not self._context:
-            try:
-                self._context = (self._setup(),)
-            except Exception as error:  # noqa: BLE001 - raised to the consumer
-                return RemoteError.of(error, "in a worker process")
-        return self.op(item, *self._context)
+        return self.op(item)
 
 
 def unchanged(result: Any) -> Any:
@@ -103,7 +93,7 @@ class ProcessExecutor(OwnThread):
         arena = Arena.create(None, window + _LEND_LIMIT)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         tasks = TaskConfig(config, arena, TaskQueue(), memory)
-        objects = (OpItems(op, stage.setup), None, unchanged, "raise")
+        objects = (OpItems(op), None, unchanged, "raise")
         seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
         starter = OwnWorkers(None, count, objects, tasks, seed, names)
         grace_s = _GRACE_S / executor_count
@@ -161,9 +151,6 @@ class ProcessExecutor(OwnThread):
         job = self._sent.pop(delivery.seq)
         if error is not None:
             following = job.flow.failed(job, error)
-        elif type(result) is RemoteError:
-            failed = result.rebuilt("It was raised in a worker process.")
-            following = job.flow.failed(job, failed, in_setup=True)
         else:
             op_ns = work_of(delivery.times).fetch_ns if delivery.times else 0  # in the op
             following = job.flow.finished(job, results_of(self._stage, result), op_ns)
@@ -238,7 +225,7 @@ class Executors:
             if stage.kind == "device":
                 made = self._get("device")
                 self.transfer = made.stage
-                run = replace(stage, op=made.copy, setup=made.stage.start)
+                run = replace(stage, op=made.copy)
             elif stage.kind != "aggregate":
                 made = self._get(index if stage.kind == "process" else stage.kind)
             runners.append((run, made))

@@ -20,10 +20,10 @@ END_S = 5.0
 LARGE = 300_000
 
 
-def on_processes(op, source, *, concurrency=2, sink=2, max_failures=None, **options):
+def on_processes(op, source, *, concurrency=2, sink=2, **options):
     builder = PipelineBuilder().add_source(source)
     builder.pipe(op, executor="process", concurrency=concurrency, **options)
-    return builder.add_sink(sink).build(max_failures=max_failures)
+    return builder.add_sink(sink).build()
 
 
 def pids():
@@ -285,33 +285,6 @@ def test_workers_draw_other_numbers_in_each_stage_and_after_each_start():
     assert len(set(drawn)) == 4
     torch.manual_seed(1)
     assert list(pipeline) == [drawn[:2]]
-
-
-def test_a_worker_process_has_one_context():
-    def connect():
-        return {"pid": os.getpid(), "calls": 0}
-
-    def op(number, context):
-        context["calls"] += 1
-        return number, context["pid"] == os.getpid(), context["calls"]
-
-    taken = list(on_processes(op, range(40), setup=connect, output_order="input"))
-    assert [number for number, *_ in taken] == list(range(40))
-    assert all(is_own for _, is_own, _ in taken)
-    assert max(calls for *_, calls in taken) > 1
-
-
-def test_what_setup_raises_in_a_worker_process_is_raised_with_the_stages_name():
-    def connect():
-        raise Bad("no server")
-
-    pipeline = on_processes(
-        lambda number, _: number, range(9), name="load", setup=connect, max_failures=100
-    )
-    with pytest.raises(Bad, match="no server") as caught:
-        list(pipeline)
-    assert "Setup of stage 'load' failed." in caught.value.__notes__
-    assert pipeline.failures.total == 0
 
 
 def test_a_pipeline_on_processes_can_be_resumed_and_measures_there():

@@ -17,10 +17,6 @@ SHAPES = {
     "tasks of their own": "builder.pipe(begin_tasks, concurrency=4)",
     "processes": "builder.pipe(abs, executor='process', concurrency=2)",
     "stuck processes": "builder.pipe(stuck, executor='process', concurrency=2)",
-    "contexts": "builder.pipe(use, concurrency=3, setup=dict, teardown=dict.clear)"
-    ".pipe(use_soon, setup=dict, teardown=close)",
-    "stuck contexts": "builder.pipe(stuck_use, concurrency=3, setup=dict, teardown=dict.clear)",
-    "a slow teardown": "builder.pipe(use_soon, setup=dict, teardown=close_slowly)",
     "an async source": "PipelineBuilder().add_source(AsyncNumbers()).pipe(soon, concurrency=2)",
     "a source that blocks": "PipelineBuilder().add_source(iter(block, 0)).pipe(abs)",
 }
@@ -31,7 +27,6 @@ STUCK = {
     "a blocked loop": 1,
     "a coroutine that resists": 2,
     "stuck processes": 2,
-    "stuck contexts": 3,
     "a source that blocks": 1,
 }
 
@@ -65,25 +60,9 @@ def stuck(number):
     begin()
     time.sleep(60)
 
-def use(number, context):
-    return number
-
-def stuck_use(number, context):
-    begin()
-    time.sleep(60)
-
 async def soon(number):
     await asyncio.sleep(0)
     return number
-
-async def use_soon(number, context):
-    return number
-
-async def close(context):
-    await asyncio.sleep(0.01)
-
-async def close_slowly(context):
-    await asyncio.sleep(60)
 
 async def each_soon(number):
     await asyncio.sleep(0)
