@@ -36,9 +36,7 @@ exists for the tests.
 
 import collections
 import os
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -164,28 +162,3 @@ for _hook in (
     PROCESS.leave_groups,
 ):
     os.register_at_fork(after_in_child=_hook)
-
-
-def end_if_forked(pid: int) -> None:
-    """End a child that the user's code has forked, when it comes back to our code.
-
-    It is a copy of the process that makes batches, and must neither answer nor write to a slot.
-    The exit status is what Python's would be: that of the SystemExit that is being handled, 1 for
-    any other exception, whose traceback is printed, and 0 if none is.
-
-    Args:
-        pid: Id of the process that called the user's code.
-    """
-    if os.getpid() == pid:
-        return
-    error, status = sys.exception(), 0
-    try:
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            status = error.code or 0
-        elif error is not None:
-            status = 1
-            traceback.print_exc()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    finally:
-        os._exit(status & 0xFF)

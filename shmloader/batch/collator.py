@@ -6,9 +6,9 @@ the other parts of the work.
 """
 
 import inspect
+import os
 import time
 from collections.abc import Callable
-from os import getpid
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from shmloader.batch.sample_rng import SampleRng
 from shmloader.insight.measurements import pack_work
 from shmloader.memory.flat import FlatPacker
 from shmloader.memory.writer import SlotWriter, is_plain
-from shmloader.process_state import end_if_forked
 
 _now_ns = time.monotonic_ns
 
@@ -115,8 +114,8 @@ class Collator:
         # Before collating, which may change the list.
         timer.sample_count += len(samples) if self._takes_list else 1
         try:
-            if writer is not None and getpid() != writer.pid:
-                end_if_forked(writer.pid)
+            if writer is not None and os.getpid() != writer.pid:
+                os._exit(1)
             batch = None if self._packer is None else self._packer.pack(samples)
             if batch is None:
                 batch = self._collate(samples)

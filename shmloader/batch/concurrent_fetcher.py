@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmloader.interruptions import Latch
-from shmloader.process_state import end_if_forked
 from shmloader.threads import BackgroundThread
 
 Get = Callable[[Any], Any]
@@ -81,9 +80,9 @@ class _Batch:
             try:
                 result.value = result.context.run(self._get, result.index)
             except BaseException as error:  # noqa: BLE001 - it is the result
-                end_if_forked(pid)  # with the status of this exception
                 result.error = error
-            end_if_forked(pid)
+        if os.getpid() != pid:  # a child that a sample has forked
+            os._exit(1)
         self._end()
 
     async def await_samples(self) -> None:

@@ -7,7 +7,6 @@ map-style dataset that fail are skipped or replaced.
 import copy
 import functools
 import operator
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +28,6 @@ from shmloader.batch.sample_watch import SampleWatch
 from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption, probe
 from shmloader.messages import Unsaved
-from shmloader.process_state import end_if_forked
 from shmloader.sampling.indices import is_sharded
 from shmloader.sampling.pieces import CutDataset
 
@@ -166,8 +164,6 @@ class MapFetcher:
                 if all samples of one shard did.
             BaseException: What the dataset, ``on_error`` or the collate function raises.
         """
-        if not self._is_strict:
-            self._pid = os.getpid()
         if not (self._config.may_shard and is_sharded(index)):
             return self._fetch_batch(index)
         batches = []
@@ -254,7 +250,6 @@ class MapFetcher:
         if is_from_outside(error):
             return False
         if not self._is_strict and isinstance(error, Exception):
-            end_if_forked(self._pid)
             return True
         add_note(error, f"{what} failed.")
         return False

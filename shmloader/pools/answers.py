@@ -23,7 +23,6 @@ from shmloader.memory.flat import FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader
 from shmloader.messages import InSlot, Unsaved
 from shmloader.pools.worker_dataset import WorkerDataset
-from shmloader.process_state import end_if_forked
 
 
 @dataclass
@@ -169,9 +168,9 @@ def make_answer(
     except EmptyBatchError:
         answer.is_empty = True
     except BaseException:  # noqa: BLE001 - it is the answer
-        end_if_forked(pid)
         answer.error = RemoteError.caught(where)
-    end_if_forked(pid)
+    if os.getpid() != pid:  # a child that the user's code has forked must not answer
+        os._exit(1)
     answer.report, answer.times = maker.pop_report(), maker.timer.read()
     answer.nbytes = bytes_of(answer.content)
     return answer

@@ -3,9 +3,9 @@
 All of it runs in a worker process, once for each of its clients, on the thread that makes batches.
 """
 
+import os
 import pickle
 from dataclasses import dataclass
-from os import getpid
 from typing import Any
 
 from shmloader import messages
@@ -24,7 +24,6 @@ from shmloader.pools.answers import Answer
 from shmloader.pools.status_page import Line
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
-from shmloader.process_state import end_if_forked
 from shmloader.sampling.indices import load_indices
 
 
@@ -86,7 +85,7 @@ class BatchServer:
     def serve(self, task: messages.Task) -> bytes:
         """Make a task's batch in its slot. Returns the packed answer, perhaps with an exception."""
         seq, epoch, slot_id, touched_bytes, *_ = task
-        dataset, writer, pid = self.dataset, self.writer, getpid()
+        dataset, writer = self.dataset, self.writer
         slot = self._arena.slots[slot_id]
         slot.touched_bytes = touched_bytes
         self._timer.begin()
@@ -99,7 +98,6 @@ class BatchServer:
             except EmptyBatchError:
                 is_empty = True
             except BaseException as caught:  # noqa: BLE001 - it is the answer
-                end_if_forked(pid)
                 if not dataset.has_ended:
                     error = RemoteError.of(caught, self.where)
         if writer.part():
@@ -130,6 +128,8 @@ class BatchServer:
     def _put_state(self, saved: Saved) -> bytes | messages.InSlot:
         """Put a state into a slot. Returns where it lies; the pickle if it is too long."""
         writer = self._state_writer
+        if os.getpid() != writer.pid:
+            os._exit(1)
         if self._state_slot is not None:
             writer.open(self._state_slot)
         start = writer.used_bytes
@@ -141,7 +141,7 @@ class BatchServer:
 
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
-        indices, pid = task.indices, self.writer.pid
+        indices = task.indices
         if task.bits & messages.SPILLED:
             nbytes = int(indices)
             self._arena.reach(slot, nbytes)
@@ -149,8 +149,8 @@ class BatchServer:
         content = load_indices(indices)
         content, self.dataset.hung = content if task.bits & messages.HUNG else (content, {})
         batch = self.dataset.load(content, task.dataset_epoch)
-        if getpid() != pid:
-            end_if_forked(pid)
+        if os.getpid() != self.writer.pid:
+            os._exit(1)
         return self._put_batch(batch)
 
     def _put_batch(self, batch: Any) -> bytes | None:

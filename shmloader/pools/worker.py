@@ -11,7 +11,9 @@ those that have any. A rank that does not wait for batches has no tasks in its q
 whose batches take long, and which therefore waits, gets more of the workers' time. Nor is a rank
 served that takes no answers, such as a stopped one: sending would keep the worker from the others.
 
-A worker shares no lock with its siblings. It ends at once when the process that owns it dies.
+A worker shares no lock with its siblings. It ends at once when the process that owns it dies. A
+child that the user's code forks in it, and that comes back to ours, ends with status 1 before it
+writes to a slot, answers, or receives a message.
 
 The module is long because a worker's whole life is in it, with one client and with many.
 """
@@ -52,7 +54,6 @@ from shmloader.pools.status_page import (
 )
 from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, receive, watch_queue
 from shmloader.pools.worker_dataset import introduce
-from shmloader.process_state import end_if_forked
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,6 @@ class _Client:
         self._writable.register(channel, select.POLLOUT)
         # The pieces of a long message that have come.
         self._pieces = bytearray()
-        self._pid = os.getpid()
 
     def receive(self) -> bytes | None:
         """Return the next message: b"" if the client has closed its end, None if there is none."""
@@ -245,8 +245,8 @@ class _Client:
             self._send(self.server.serve(task))
 
     def _send(self, answer: bytes) -> None:
-        if os.getpid() != self._pid:
-            end_if_forked(self._pid)
+        if os.getpid() != self.server.writer.pid:
+            os._exit(1)
         if FAULTS is not None:
             FAULTS.reach("worker.answer")
         if len(answer) <= messages.INLINE_BYTES:
@@ -296,7 +296,7 @@ class _Worker:
         del payload, functions
         while True:
             if os.getpid() != pid:
-                end_if_forked(pid)
+                os._exit(1)
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
             found = self._look()
@@ -366,7 +366,7 @@ class _Worker:
 
     def _prepare(self, payload: Any) -> list[Any]:
         """Load the dataset, and call ``worker_init_fn``. Returns the only client's functions."""
-        start, pid = self._start, os.getpid()
+        start = self._start
         functions: list[Any] = []
         try:
             self._dataset, init_fn, *functions = payload.load()
@@ -375,21 +375,19 @@ class _Worker:
             introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
             self._by_value = payload.by_value
         except BaseException:  # noqa: BLE001 - it answers every task
-            end_if_forked(pid)
             self._error = RemoteError.caught(f"in DataLoader worker process {start.worker_id}")
         return functions
 
     def _open(self, client: _Client, functions: Any) -> None:
         """Give the dataset and the client's functions to what makes the client's batches."""
         client.poll = self._poll
-        pid, server, error = os.getpid(), client.server, self._error
+        server, error = client.server, self._error
         try:
             if error is None:
                 collate_fn, on_error = functions.load()
                 by_value = self._by_value or functions.by_value
                 server.dataset.open(self._dataset, collate_fn, on_error, by_value=by_value)
         except BaseException:  # noqa: BLE001 - it answers every task of the client
-            end_if_forked(pid)
             error = RemoteError.caught(server.where)
         if error is not None:
             server.dataset.fail(error)

@@ -1,12 +1,14 @@
 """How a worker makes the batch of a task, and its answer, without a process or a socket."""
 
 import functools
+import os
 import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shmloader.batch.dataset_state import Saved
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.memory.arena import Arena
@@ -109,6 +111,24 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
     assert answer.touched_bytes == 100_032
     assert len(str(answer.answer.error.rebuilt("note"))) > 250_000
     assert bench.serve(ValueError("short")).touched_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda bench: bench.serve([torch.arange(3)]),
+        lambda bench: bench.server._put_state(Saved("dataset", False, {})),
+    ],
+)
+def test_a_child_ends_before_it_writes_a_batch_or_a_state(make_bench, write):
+    bench = make_bench()
+    child = os.fork()
+    if child == 0:
+        try:
+            write(bench)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 class Stateful:
