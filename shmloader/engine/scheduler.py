@@ -5,8 +5,7 @@ Invariants (tests cite the numbers):
     I2  Only the engine's thread changes the scheduler; others append to a deque.
     I3  Processes share no lock. A socket has one writer. Only the queue of tasks has several
         readers, each of which receives whole messages.
-    I4  Shared memory = the slots' bytes; slots <= window + lend_limit, and for states that are
-        taken rarely one more for each worker.
+    I4  Shared memory = the slots' bytes; slots <= window + lend_limit.
     I5  The loader makes progress whatever the user keeps.
     I6  A result of an earlier epoch never reaches the user.
     I7  Batches come in ``seq`` order, each once (in any order with ``in_order=False``).

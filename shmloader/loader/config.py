@@ -152,27 +152,11 @@ class LoaderConfig(SimpleNamespace):
         return self.window + self.lend_limit
 
     @property
-    def arena_slot_count(self) -> int:
-        """Maximum number of slots."""
-        return self.most_window + self.lend_limit + self.state_slot_count
-
-    @property
     def slot_bytes(self) -> int | None:
         """Each slot's share of ``shm_size``; None without a maximum."""
         if self.shm_size is None:
             return None
-        return slot_share(self.shm_size, self.arena_slot_count)
-
-    @property
-    def state_slot_count(self) -> int:
-        """Slots for states: states that are taken rarely may be large, and their pages stay.
-
-        There is one for each worker, if the main process has copied a state out before the worker
-        takes the next one. It has if fewer tasks than that are in flight.
-        """
-        fetch = self.fetch
-        is_rare = fetch.is_iterable and fetch.snapshot_every >= self.most_window
-        return self.most_workers if is_rare else 0
+        return slot_share(self.shm_size, self.most_window + self.lend_limit)
 
     def watch_failures(self, parts: "LoaderParts") -> FailureWatch | None:
         """Return the watch that records in ``failures``; None if there is nothing to count."""

@@ -223,5 +223,5 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     # The figures by which workers check that there is memory for the slots.
     memory = MemoryConfig(config.num_workers, config.slot_count, config.root)
     queue = TaskQueue() if config.is_dynamic else None
-    arena = Arena.create(config.slot_bytes, config.arena_slot_count)
-    return TaskConfig(config.fetch, arena, queue, memory, config.state_slot_count)
+    arena = Arena.create(config.slot_bytes, config.most_window + config.lend_limit)
+    return TaskConfig(config.fetch, arena, queue, memory)

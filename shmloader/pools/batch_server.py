@@ -26,6 +26,9 @@ from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.sampling.indices import load_indices
 
+# States that are taken after so many batches, or more, do not lie in slots.
+_RARE = 10
+
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
@@ -36,15 +39,12 @@ class TaskConfig:
         arena: The slots.
         queue: The queue from which the tasks are received; None if they come by the channel.
         memory: The memory that workers may take; None if memory is not checked.
-        state_slot_count: How many slots, the last ones, are for the workers' states: one for each
-            worker, or none.
     """
 
     config: FetchConfig
     arena: Arena
     queue: TaskQueue | None = None
     memory: MemoryConfig | None = None
-    state_slot_count: int = 0
 
     def close(self) -> None:
         """Close the slots and the queue, in the process that made them."""
@@ -66,11 +66,7 @@ class BatchServer:
         self._tasks, self._arena, self._timer = tasks, tasks.arena, Timer()
         self.where = f"in DataLoader worker process {worker_id}"
         admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
-        self.writer = self._state_writer = SlotWriter(tasks.arena, admission)
-        self._state_slot: Slot | None = None
-        if tasks.state_slot_count:
-            self._state_slot = tasks.arena.slots[worker_id - tasks.state_slot_count]
-            self._state_writer = SlotWriter(tasks.arena, admission)
+        self.writer = SlotWriter(tasks.arena, admission)
         self.dataset = WorkerDataset(
             tasks.config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
@@ -126,17 +122,21 @@ class BatchServer:
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _put_state(self, saved: Saved) -> bytes | messages.InSlot:
-        """Put a state into a slot. Returns where it lies; the pickle if it is too long."""
-        writer = self._state_writer
+        """Put a state into the slot, after the batch. Returns where it lies, or its pickle.
+
+        It is sent as a pickle if it is too long, or if states are taken rarely: they may be large,
+        and the pages of every slot that once held one would stay.
+        """
+        writer, config, by_value = self.writer, self._tasks.config, self.dataset.by_value
         if os.getpid() != writer.pid:
             os._exit(1)
-        if self._state_slot is not None:
-            writer.open(self._state_slot)
         start = writer.used_bytes
+        if config.is_iterable and config.snapshot_every >= _RARE:
+            return dumps_state(saved, by_value=by_value)
         try:
-            dump_state(saved, writer, by_value=self.dataset.by_value)
+            dump_state(saved, writer, by_value=by_value)
         except SharedMemoryError:
-            return dumps_state(saved, by_value=self.dataset.by_value)
+            return dumps_state(saved, by_value=by_value)
         return messages.InSlot(writer.slot.slot_id, start, writer.used_bytes - start)
 
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:

@@ -36,16 +36,18 @@ class Fetcher:
 class Bench:
     """A worker with one slot."""
 
-    def __init__(self, *, dataset=(), state_slots=0, collates=True):
-        config = FetchConfig(False, auto_collation=collates, drop_last=False, snapshot_every=1)
+    def __init__(self, *, dataset=(), every=1, collates=True):
+        config = FetchConfig(
+            every > 1, auto_collation=collates, drop_last=False, snapshot_every=every
+        )
         self.dataset = dataset
-        self.arena = Arena.create(8 * MIB, 1 + state_slots)
+        self.arena = Arena.create(8 * MIB, 1)
         self.slot = self.arena.slots[0]
-        tasks = TaskConfig(config, self.arena, state_slot_count=state_slots)
+        tasks = TaskConfig(config, self.arena)
         self.server = BatchServer(tasks, 0, SimpleNamespace(set_sample=None))
         maker = BatchMaker(config, dataset, list, where="here", timer=self.server._timer)
         self.fetcher = maker.fetcher = Fetcher()
-        self.server.dataset._maker = maker
+        self.server.dataset._maker, self.server.dataset._given = maker, every - 1
 
     def serve(self, result):
         """Serve a task with this result, and return the answer."""
@@ -143,21 +145,16 @@ class Stateful:
     def load_state_dict(self, state):
         pass
 
-
-def test_each_state_lies_in_the_same_pages_of_the_slot_for_states(make_bench):
-    bench = make_bench(dataset=Stateful(3 * MIB), state_slots=1)
-    for _ in range(2):
-        slot_id, offset, nbytes = bench.serve([torch.arange(3)]).answer.snapshot
-        assert (slot_id, offset) == (1, 0)
-        states = bench.arena.slots[1]
-        assert pickle.loads(states.memory[:nbytes])[2] == bytes(3 * MIB)
+    def __iter__(self):
+        return iter(())
 
 
-@pytest.mark.parametrize("state_slots", [0, 1])
-def test_a_state_that_fits_no_slot_is_in_the_answer(make_bench, state_slots):
-    bench = make_bench(dataset=Stateful(9 * MIB), state_slots=state_slots)
+@pytest.mark.parametrize(("size", "every"), [(9 * MIB, 1), (MIB, 100)])
+def test_a_state_that_fits_no_slot_or_is_taken_rarely_is_in_the_answer(make_bench, size, every):
+    bench = make_bench(dataset=Stateful(size), every=every)
     answer = bench.serve([torch.arange(3)])
-    assert pickle.loads(answer.answer.snapshot)[2] == bytes(9 * MIB)
+    assert pickle.loads(answer.answer.snapshot)[2] == bytes(size)
+    assert bench.slot.touched_bytes < MIB or every == 1
 
 
 def test_a_state_of_many_objects_follows_the_batch_in_its_slot(make_bench):
