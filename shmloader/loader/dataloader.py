@@ -6,7 +6,6 @@ The module is long because half of it documents and lists the arguments.
 import concurrent.futures
 import contextlib
 import dataclasses
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +38,7 @@ from shmloader.loader.options import (
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
     check_order_of_stream,
-    describe_loader,
+    describe_source,
     describe_unsupported,
     is_map_style,
     read_options,
@@ -340,10 +339,11 @@ class DataLoader(ResumableLoader[_T_co]):
         return self._parts.failures
 
     def __repr__(self) -> str:
-        """Return the dataset, the batch size, the workers, and what is not the default."""
-        ours = next(kind for kind in type(self).__mro__ if kind.__module__ == "shmloader")
-        parameters = inspect.signature(ours).parameters
-        return describe_loader(self, {name: one.default for name, one in parameters.items()})
+        """Return the class, the dataset, the batch size and the number of workers."""
+        # A constructor may have raised, so attributes may be missing.
+        dataset = describe_source(getattr(self, "dataset", None))
+        size, workers = getattr(self, "batch_size", 1), getattr(self, "num_workers", 0)
+        return f"{type(self).__name__}({dataset}, batch_size={size}, num_workers={workers})"
 
     def _begin_adapting(self, num_workers: Any, dataset: object) -> int:
         """Return the number of workers to begin with, with ``num_workers="auto"``."""

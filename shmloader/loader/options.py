@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
-from numbers import Integral, Number, Real
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,11 +25,9 @@ from torch.utils.data import (
     IterableDataset,
     IterDataPipe,
     MapDataPipe,
-    SequentialSampler,
     default_collate,
     default_convert,
 )
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.datapipes.datapipe import (
     _IterDataPipeSerializationWrapper,
     _MapDataPipeSerializationWrapper,
@@ -332,7 +330,7 @@ def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
     """Check the arguments of a loader over a stream of shards."""
     sharing, batched = loader._sharing, stream.is_batched
     one_step = sharing.devices is None and getattr(loader, "num_shards", None) is None
-    collates = loader.collate_fn not in _USUAL["collate_fn"]
+    collates = loader.collate_fn not in (default_collate, default_convert)
     rules = [
         (not batched or loader.batch_size is None, "makes its batches: give batch_size=None"),
         (not (batched and collates), "collates its batches: give collate= to its method batch()"),
@@ -430,31 +428,6 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
 
 # What repr() shows -----------------------------------------------------------------------------
 
-# Values that an attribute has without its argument, besides the argument's default.
-_USUAL = {"collate_fn": (default_collate, default_convert), "prefetch_factor": (2,)}
-
-
-def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
-    """Return a loader as a call of its constructor, as its attributes are now.
-
-    Args:
-        loader: The loader. Its constructor may have raised, so attributes may be missing.
-        parameters: The defaults of the constructor's arguments.
-    """
-    shown = [describe_source(getattr(loader, "dataset", None))]
-    always, hidden = ("batch_size", "num_workers"), {"dataset"}
-    if getattr(loader, "batch_size", 1) is not None:
-        hidden.add("batch_sampler")
-    for name in dict.fromkeys((*always, *parameters)):
-        usual = (parameters[name], *_USUAL.get(name, ()))
-        value = getattr(loader, name, usual[0])
-        is_usual = isinstance(value, SequentialSampler | _InfiniteConstantSampler) or any(
-            value is one or value == one for one in usual
-        )
-        if name in always or not (is_usual or name in hidden):
-            shown.append(f"{name}={_describe_value(value)}")
-    return f"{type(loader).__name__}({', '.join(shown)})"
-
 
 def describe_source(source: object) -> str:
     """Return the type of a dataset, or of a pipeline's source, and its length if it has one."""
@@ -463,11 +436,3 @@ def describe_source(source: object) -> str:
         with contextlib.suppress(Exception):  # it may have no length, or not know it yet
             length = f" of length {len(source)}"  # type: ignore[arg-type]
     return f"<{type(source).__name__}{length}>"
-
-
-def _describe_value(value: object) -> str:
-    if isinstance(value, AutoCount):
-        return f"'auto' ({value} now)"
-    if isinstance(value, Number | str | list | tuple | torch.device | None):
-        return reprlib.repr(value)
-    return str(getattr(value, "__qualname__", f"<{type(value).__name__}>"))
