@@ -67,7 +67,6 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 loader.load_state_dict(state)
                 has_changed = True
             elif loader.epoch != epoch:
-                loader._has_warned_of_epoch = True  # the user did not ask for it
                 loader.set_epoch(epoch)
                 has_changed = True
         if has_changed and has_started:  # otherwise, Lightning begins the epoch after this call

@@ -34,7 +34,6 @@ from shmloader.sampling.hooks import (
     has_state_methods,
     set_dataset_epoch,
     told_datasets,
-    told_of_epochs,
 )
 from shmloader.sampling.loader_samplers import (
     SeededRandomSampler,
@@ -110,7 +109,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     #: With a seed, numbers the plan's epochs.
     _counter: EpochCounter | None = None
     _is_closed = False
-    _has_warned_of_epoch = False
 
     _own_parts: LoaderParts | None = None
 
@@ -284,8 +282,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         workers that have the dataset already. So it is after the state of such a run was loaded.
         The datasets in torch's ``Subset``, ``ConcatDataset`` and ``ChainDataset`` count, too.
 
-        Without a seed, such a sampler or such a dataset, nothing depends on the number: a warning
-        says so, once.
+        Without a seed, such a sampler or such a dataset, nothing depends on the number.
 
         Args:
             epoch: The number, 0 or more.
@@ -296,15 +293,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         plan = self._present_plan
         plan.set_epoch(epoch)
-        sampler = plan.order.index_sampler
-        is_told = told_of_epochs(sampler) is not None or told_datasets(self.dataset)
-        if not (is_told or self._sample_seed is not None or self._has_warned_of_epoch):
-            self._has_warned_of_epoch = True
-            warn_user(
-                f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
-                "loader: it has no seed, and no sampler or dataset with set_epoch. Give seed= in "
-                "place of a generator, or set the epoch in the data pipe itself."
-            )
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
