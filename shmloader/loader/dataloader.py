@@ -40,12 +40,11 @@ from shmloader.loader.options import (
     check_order_of_stream,
     describe_source,
     describe_unsupported,
-    is_map_style,
     read_options,
 )
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
 from shmloader.memory.limits import free_memory, usable_cores
-from shmloader.pools.adapting import Adapter, AutoCount
+from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import choice, is_cut_for_ranks, rank_of
 from shmloader.streams.stream import Stream
 
@@ -302,8 +301,10 @@ class DataLoader(ResumableLoader[_T_co]):
         for name, default in DEFAULTS.items():
             if is_own or given[name] is not default:
                 self.__dict__[name] = given[name]
-        if num_workers == "auto" or isinstance(num_workers, AutoCount):
-            num_workers = self._begin_adapting(num_workers, dataset)
+        if num_workers == "auto":
+            cores = usable_cores(Path("/"))
+            self._adapter = Adapter(max(1, cores // 2), 2 * cores)
+            num_workers = self._adapter.count
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
         if Stream in type(dataset).__mro__:
@@ -344,16 +345,6 @@ class DataLoader(ResumableLoader[_T_co]):
         dataset = describe_source(getattr(self, "dataset", None))
         size, workers = getattr(self, "batch_size", 1), getattr(self, "num_workers", 0)
         return f"{type(self).__name__}({dataset}, batch_size={size}, num_workers={workers})"
-
-    def _begin_adapting(self, num_workers: Any, dataset: object) -> int:
-        """Return the number of workers to begin with, with ``num_workers="auto"``."""
-        if num_workers != "auto" and (
-            self.thread_pool or self.executor is not None or not is_map_style(dataset)
-        ):
-            return int(num_workers)  # another loader's number, which this one cannot adapt
-        cores = usable_cores(Path("/"))
-        self._adapter = Adapter(max(1, cores // 2), 2 * cores)
-        return AutoCount(self._adapter.count)
 
     # Iterators -------------------------------------------------------------------------------
 

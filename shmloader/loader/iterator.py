@@ -343,8 +343,8 @@ class BatchIterator(_BaseDataLoaderIter):
             self._engine.want_workers(wanted)
         loader, present = self._loader(), self._engine.present_workers
         self._record.num_workers, count = present, min(wanted, present)
-        if loader is not None and loader.num_workers != count:
-            loader.num_workers = type(loader.num_workers)(count)
+        if loader is not None:
+            loader.num_workers = count
 
     def _count_done(self, delivery: Ticket) -> None:
         if self._checkpoints is not None:

@@ -35,7 +35,6 @@ from torch.utils.data.datapipes.datapipe import (
 
 from shmloader.grammar import size
 from shmloader.memory.limits import why_unsupported
-from shmloader.pools.adapting import AutoCount
 from shmloader.streams.stream import Stream
 
 #: Whether each rank has its own workers, or all ranks of a host share workers.
@@ -293,7 +292,7 @@ def read_options(loader: Any) -> dict[str, Any]:
             OPTIONS[name].check_needs(loader)
     if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
         _check_host(loader)
-    if isinstance(loader.num_workers, AutoCount):
+    if loader._adapter is not None:
         _AUTO.check_needs(loader)
     if sharing.devices is not None:
         values["devices"] = tuple(
@@ -314,7 +313,7 @@ def read_options(loader: Any) -> dict[str, Any]:
 def _check_host(loader: Any) -> None:
     """Check the arguments of a loader whose workers all ranks of a host share."""
     _SCOPE.check_needs(loader)
-    if isinstance(loader.num_workers, AutoCount):
+    if loader._adapter is not None:
         raise ValueError(
             "num_workers='auto' cannot be combined with worker_scope='host': give a number."
         )
@@ -340,7 +339,7 @@ def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
         ),
         ("fetch_concurrency" not in values, "is read in order: leave out fetch_concurrency"),
         (loader.in_order, "has an order in which its batches come: leave out in_order=False"),
-        (not isinstance(loader.num_workers, AutoCount), f"{_OWN} a number for num_workers"),
+        (loader._adapter is None, f"{_OWN} a number for num_workers"),
         (sharing.scope == "rank", f"{_OWN} worker_scope='rank'"),
         (one_step, "has one batch a step: leave out devices and num_shards"),
         (

@@ -33,7 +33,6 @@ from shmloader.sampling.hooks import (
     check_planned,
     has_state_methods,
     set_dataset_epoch,
-    told_datasets,
 )
 from shmloader.sampling.loader_samplers import (
     SeededRandomSampler,

@@ -14,14 +14,6 @@ _WAITS = 0.1
 _GAIN = 1.05
 
 
-class AutoCount(int):
-    """The present number of workers of a loader with ``num_workers="auto"``.
-
-    Frameworks make a new loader from the attributes of another one. With this number as its
-    ``num_workers``, the new loader is "auto" as well.
-    """
-
-
 class Adapter:
     """Chooses the worker count, at most ``most``, from the times that the consumer sees.
 

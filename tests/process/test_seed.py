@@ -348,10 +348,6 @@ def test_ranks_share_an_order_that_is_drawn_from_the_seed() -> None:
     assert sorted(seen) == list(range(LENGTH))
 
 
-def distributed() -> DistributedSampler[Any]:
-    return DistributedSampler(range(8), num_replicas=1, rank=0)
-
-
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
