@@ -3,8 +3,7 @@
 Each function takes objects with ``len()`` and ``[index]`` and returns another such object. Items
 are computed when they are accessed, and not kept. Indices may be negative. A slice is a lazy
 sequence as well. A lazy sequence can be pickled if the sequences and functions that it is made of
-can be pickled. If computing an item raises, the exception gets a note for each lazy sequence
-involved, with the index, and the file and line where that sequence was made.
+can be pickled.
 
 ``prefetch`` computes items ahead, on threads or in worker processes. The sequence is then a
 loader's dataset, and each index is a ticket. So the loader takes care of order, slots, failures,
@@ -12,11 +11,8 @@ deaths of workers and shutdown.
 """
 
 import bisect
-import contextlib
 import itertools
-import operator
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -28,31 +24,20 @@ from shmloader.sampling.arguments import choice, flag, whole_number
 __all__ = ["batch", "concatenate", "cycle", "gather", "prefetch", "smap"]
 
 
-def _made_at() -> str:
-    """Return the file and line that called this module."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 class LazySequence(Sequence[Any]):
-    """A sequence whose items are computed: indices, slices, iteration, and notes on exceptions.
+    """A sequence whose items are computed: indices, slices and iteration.
 
-    Its length is ``sys.maxsize`` if it is endless. Indices that are computed are not negative.
+    Indices that are computed are not negative.
     """
 
     _compute: Callable[[int], Any]
 
     def __init__(self, name: str, length: int, compute: Callable[[int], Any] | None = None) -> None:
         self._name, self._length = name, length
-        self._made_at = _made_at()
         if compute is not None:
             self._compute = compute
 
     def __len__(self) -> int:
-        if self._length == sys.maxsize:
-            raise TypeError("a cycle without a limit has no length")
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
@@ -60,36 +45,20 @@ class LazySequence(Sequence[Any]):
 
         Raises:
             IndexError: If there is no such item.
-            Exception: Whatever computing the item raises, with a note.
+            Exception: Whatever computing the item raises.
         """
-        first = index.start or 0 if isinstance(index, slice) else operator.index(index)
-        try:
-            if self._length == sys.maxsize and first < 0:
-                raise IndexError  # there is no end to count from
-            position = range(self._length)[index]
-        except IndexError:
-            raise IndexError(
-                f"the {self._name} of {counted(self._length, 'item')} made at {self._made_at} has "
-                f"none of index {index}"
-            ) from None
+        position = range(self._length)[index]
         if isinstance(position, range):
             part = partial(_mapped, self.__getitem__, (position,))
             return LazySequence("slice", len(position), part)
-        try:
-            return self._compute(position)
-        except Exception as error:
-            with contextlib.suppress(Exception):  # an exception may refuse attributes
-                error.add_note(
-                    f"Item {position} of the {self._name} made at {self._made_at} failed."
-                )
-            raise
+        return self._compute(position)
 
     def __iter__(self) -> Iterator[Any]:
         # Sequence's __iter__ would take an IndexError that an item raises for the end.
         return (self[index] for index in range(self._length))
 
     def __repr__(self) -> str:
-        return f"<{self._name} made at {self._made_at}>"
+        return f"<{self._name} of {counted(self._length, 'item')}>"
 
 
 def _mapped(f: Callable[..., Any], sequences: tuple[Sequence[Any], ...], index: int) -> Any:
@@ -189,19 +158,18 @@ def _cycled(sequence: Sequence[Any], index: int) -> Any:
     return sequence[index % len(sequence)]
 
 
-def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
+def cycle(seq: Sequence[Any], limit: int) -> LazySequence:
     """Return a sequence of the items of ``seq``, repeated.
 
     Args:
         seq: A sequence that is not empty.
-        limit: Total number of items; None for an endless sequence, for which ``len()`` raises
-            TypeError.
+        limit: Total number of items.
 
     Raises:
         TypeError, ValueError: If ``limit`` is invalid, or ``seq`` is empty and ``limit`` is not 0.
     """
-    length = sys.maxsize if limit is None else whole_number(limit, "limit", minimum=0)
-    if len(seq) == 0 and limit != 0:
+    length = whole_number(limit, "limit", minimum=0)
+    if len(seq) == 0 and length:
         raise ValueError("cycle needs a sequence that is not empty")
     return LazySequence("cycle", length, partial(_cycled, seq))
 
@@ -248,7 +216,7 @@ class _Prefetched(LazySequence):
         self._next = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._args, {"_made_at": self._made_at}
+        return type(self), self._args
 
     def _compute(self, index: int) -> Any:
         if self._pid != os.getpid():

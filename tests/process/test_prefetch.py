@@ -88,9 +88,8 @@ def test_a_failed_item_raises_and_the_next_ones_come(method):
 
     items = prefetch(smap(op, range(5)), 2, method)
     assert items[0] == 0
-    with pytest.raises(Bad, match="no 1") as caught:
+    with pytest.raises(Bad, match="no 1"):
         items[1]
-    assert any("Item 1 of the prefetch made at" in note for note in caught.value.__notes__)
     assert items[2] == 2
     with pytest.raises(Bad, match="no 3"):
         items[3]
@@ -146,7 +145,7 @@ def test_a_sequence_has_the_length_that_it_had_when_it_was_made():
     items = prefetch(numbers, 1, max_buffered=1)
     assert items[0] == 0
     numbers.extend(range(5))
-    with pytest.raises(IndexError, match="5 items"):
+    with pytest.raises(IndexError):
         items[7]
     assert list(items) == list(range(5))
 

@@ -1,7 +1,5 @@
 """Lazy sequences: what they give, when they compute it, and what they say of a failure."""
 
-import dataclasses
-import itertools
 import pickle
 
 import numpy as np
@@ -73,13 +71,13 @@ def test_indices_slices_iteration_and_pickles(make, expected):
         assert list(lazy[part]) == expected[part]
     assert lazy[1:][::2][0] == expected[1]
     for index in (len(expected), -len(expected) - 1):
-        with pytest.raises(IndexError, match=f"of {len(expected)} items"):
+        with pytest.raises(IndexError):
             lazy[index]
     with pytest.raises(TypeError):
         lazy["one"]
     copy = pickle.loads(pickle.dumps(lazy))
     assert list(copy) == expected
-    assert "test_lazy.py:" in repr(lazy)
+    assert repr(lazy).endswith(f" of {len(expected)} items>")
 
 
 @pytest.mark.parametrize("make", [make for make, _ in CASES[:11]])
@@ -94,33 +92,16 @@ def test_nothing_is_computed_before_it_is_asked_for_nor_kept(make):
     assert noting.asked == asked * 2
 
 
-def test_an_endless_cycle_has_items_and_slices_but_no_length():
-    lazy = cycle([1, 2, 3])
-    assert lazy[10**9] == 2
-    assert list(itertools.islice(lazy, 5)) == [1, 2, 3, 1, 2]
-    assert list(lazy[2:8:2]) == [3, 2, 1]
-    with pytest.raises(TypeError, match="no length"):
-        len(lazy)
-    for wrong in (-1, slice(-1, 5)):
-        with pytest.raises(IndexError, match="none of index"):
-            lazy[wrong]
-
-
 def fail_at_two(number):
     if number == 20:
         raise IndexError("of the function")
     return number
 
 
-def test_a_failure_names_the_item_and_where_each_sequence_was_made():
-    mapped = smap(fail_at_two, Noting(5))
-    batches = batch(mapped, 2)
-    with pytest.raises(IndexError, match="of the function") as caught:
-        list(batches)  # an IndexError does not end the loop in silence
-    first, second = caught.value.__notes__
-    line = test_a_failure_names_the_item_and_where_each_sequence_was_made.__code__.co_firstlineno
-    assert first == f"Item 2 of the smap made at {__file__}:{line + 1} failed."
-    assert second == f"Item 1 of the batch made at {__file__}:{line + 2} failed."
+def test_an_item_that_fails_raises_and_does_not_end_a_loop():
+    batches = batch(smap(fail_at_two, Noting(5)), 2)
+    with pytest.raises(IndexError, match="of the function"):
+        list(batches)
     assert batches[2] == [40]
 
 
@@ -132,20 +113,6 @@ def test_an_index_of_gather_before_the_first_item_is_told():
             lazy[wrong]
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):  # noqa: N818 - as users name theirs
-    number: int
-
-
-def test_an_exception_that_takes_no_notes_is_raised_nevertheless():
-    def fail(number):
-        raise Frozen(number)
-
-    with pytest.raises(Frozen) as caught:
-        smap(fail, [1])[0]
-    assert caught.value.number == 1
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -155,7 +122,7 @@ def test_an_exception_that_takes_no_notes_is_raised_nevertheless():
         (lambda: batch([1], 0), ValueError, ["k ", "=0"]),
         (lambda: batch([1], 2, drop_last=1), TypeError, ["drop_last", "=1"]),
         (lambda: batch([1], 2, collate_fn=1), TypeError, ["collate_fn", "=1"]),
-        (lambda: cycle([]), ValueError, ["not empty"]),
+        (lambda: cycle([], 2), ValueError, ["not empty"]),
         (lambda: cycle([1], -1), ValueError, ["limit", "=-1"]),
         (lambda: prefetch([1], -1), ValueError, ["nworkers", "=-1"]),
         (lambda: prefetch([1], 1, "fork"), ValueError, ["method", "'fork'"]),
