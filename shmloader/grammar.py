@@ -87,13 +87,6 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def as_html(text: str) -> str:
-    """Return HTML that shows as the given text, for a notebook."""
-    import html  # noqa: PLC0415 - takes 2 ms, and only notebooks need it
-
-    return f"<pre>{html.escape(text)}</pre>"
-
-
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, with the line of the user's code that has called into the package."""
     frame, level = sys._getframe(1), 2

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from shmloader.grammar import as_html, counted, seconds, size, with_share
+from shmloader.grammar import counted, seconds, size, with_share
 
 #: The parts of a batch's way, in order, and what each means; the fields of :class:`Times`.
 PARTS = {
@@ -278,10 +278,6 @@ class LoaderStats:
         0 to 1. ``finding`` is its text.
         """
         return dict(as_plain(self))
-
-    def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        return as_html(str(self))
 
 
 def _lines_of(stats: LoaderStats) -> list[str]:

@@ -4,7 +4,7 @@ import dataclasses
 from operator import attrgetter
 from typing import Any
 
-from shmloader.grammar import as_html, counted, seconds, with_share
+from shmloader.grammar import counted, seconds, with_share
 from shmloader.insight.stats import as_plain
 from shmloader.insight.verdict import IDLE_SHARE
 from shmloader.pipeline.flow import Flow
@@ -97,10 +97,6 @@ class PipelineStats:
     def __repr__(self) -> str:
         """Return one short line: the number of items, their rate, and the consumer's wait."""
         return f"<PipelineStats: {self._headline}>"
-
-    def _repr_html_(self) -> str:
-        """Return the table and the verdict for a notebook."""
-        return as_html(str(self))
 
     @property
     def _headline(self) -> str:
