@@ -2,9 +2,9 @@
 
 Code that hangs cannot be interrupted from outside, so the worker whose sample takes too long is
 replaced. A :class:`SampleWatch` publishes the number of the sample in work and its deadline. After
-the deadline, the engine ends the worker (a thread is left behind instead), and a new worker loads
-the batch again. There, the watch raises ``SampleTimeoutError`` in place of the samples that hung,
-which ``on_error`` handles like any other error of a sample.
+the deadline, the engine ends the worker, and a new worker loads the batch again. There, the watch
+raises ``SampleTimeoutError`` in place of the samples that hung, which ``on_error`` handles like any
+other error of a sample.
 
 Samples of a batch are numbered from 0 in the order in which they are asked for. The samples of one
 call of ``__getitems__`` have one number, and their limit is that of one sample times the number of

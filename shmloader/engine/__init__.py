@@ -56,8 +56,7 @@ the first ones by number.
 
 **Samples that hang** (``sample_timeout=``). A worker publishes which sample it loads and until when
 it may. While the engine waits, it ends workers that are late. The next worker gets the ticket with
-its hung samples, and raises in their places, so that the policy for bad samples applies. A thread
-cannot be ended: it is left behind.
+its hung samples, and raises in their places, so that the policy for bad samples applies.
 
 **Pools** make the batches. :mod:`shmloader.pools` states everything that the engine asks of one:
 processes of this rank or of all ranks of a host, threads (no slots: batches come as they are), and

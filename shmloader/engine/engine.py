@@ -485,7 +485,7 @@ class Engine:
         pool, scheduler = self._pool, self._scheduler
         while (worker := scheduler.workers.next_missing()) is not None:
             is_lost, worker_id = worker.state is LOST, worker.worker_id
-            refused = attempt(pool.replace if is_lost else pool.start, worker_id)
+            refused = attempt(pool.start, worker_id)
             if isinstance(refused, Caught):
                 self.check_open()  # another thread may have closed the pool
                 if is_lost or not pool.has_queue:  # tickets wait for this worker

@@ -304,17 +304,11 @@ class Scheduler:
         """Record that a worker is ended because a sample takes too long.
 
         The ticket, if it is of this epoch, will be loaded again without the sample, of which
-        ``text`` says what the worker was doing. The loss of a process is reported later, by
-        :meth:`worker_lost`; a thread is replaced at once.
+        ``text`` says what the worker was doing. :meth:`worker_lost` is called later.
         """
-        worker = self.workers[worker_id]
-        worker.hang = log_text
-        if not self._has_slots:  # a thread
-            worker.state, self.is_workers_due = LOST, True
+        self.workers[worker_id].hang = log_text
         if ticket is not None and ticket.is_awaited:
             ticket.hung = {**(ticket.hung or {}), sample: text}
-            if not self._has_slots:
-                self.recalled([ticket.seq])
 
     def recalled(self, seqs: Iterable[int]) -> None:
         """Record that tickets are in the pool's queue no longer, and are to be sent again."""

@@ -28,7 +28,7 @@ _ASK_S = 1.0
 _NEW_WORKERS = "The workers were ended; iter() starts new ones."
 _NOTHING_IS_LOST = (
     "No batch is lost. A for loop ends here; call next() on the same iterator to go on waiting, or "
-    "raise timeout=. Without executor=, sample_timeout= replaces a worker whose sample hangs."
+    "raise timeout=. With worker processes, sample_timeout= replaces one whose sample hangs."
 )
 
 _SIGBUS_HINT = (
@@ -109,8 +109,6 @@ def describe_restart(worker: Worker, *, is_resumed: bool) -> str:
     """
     death, checkpoint = worker.death, worker.checkpoint
     again = ", ".join(map(str, worker.unfinished))
-    if death is None:
-        return f"{worker.hang}A new thread replaces it."
     if death.reason:
         return f"{describe_end(death)}Batches are made again: {again or 'none'}."
     text = worker.hang or (f"{death.because} " if death.because else describe_end(death))
@@ -173,34 +171,31 @@ def late_batch(
 def end_hanging(pool: Pool, scheduler: Scheduler, timeout_s: float) -> float:
     """End the workers whose sample takes longer than ``sample_timeout``.
 
-    Returns in how many seconds to look again; 0 if a worker was ended, so that the engine replaces
-    it instead of waiting. (A thread that was left behind sends nothing that would end a wait.)
+    Returns in how many seconds to look again.
     """
     wait_s = timeout_s
     for worker in scheduler.workers:
         if worker.is_alive and not worker.hang:
             at_work = pool.was_at(worker.worker_id)
             if at_work.is_late:
-                wait_s = 0.0 if _end(pool, scheduler, worker, timeout_s) else wait_s
+                _end(pool, scheduler, worker, timeout_s)
             elif at_work.sample != NO_SAMPLE:
                 wait_s = min(wait_s, at_work.sample_left_s)
     return wait_s
 
 
-def _end(pool: Pool, scheduler: Scheduler, worker: Worker, timeout_s: float) -> bool:
-    """End a worker; return False if it has finished its sample meanwhile."""
+def _end(pool: Pool, scheduler: Scheduler, worker: Worker, timeout_s: float) -> None:
+    """End a worker, unless it has finished its sample meanwhile."""
     worker_id = worker.worker_id
     # Waiting for the worker's stack gives the worker another moment to finish: all workers are
     # late if the whole job was stopped for a while.
     asked, now = pool.ask(worker_id), pool.was_at(worker_id)
-    if (asked.epoch, asked.seq, asked.sample) != (now.epoch, now.seq, now.sample):
-        return False
-    pid = pool.pid(worker_id)
-    if not now.is_late or not pool.kill(worker_id, now.seq):
-        return False
-    ticket, who = scheduler.find(now.seq, now.epoch), _capitalized(worker_id, pid)
+    is_same = (asked.epoch, asked.seq, asked.sample) == (now.epoch, now.seq, now.sample)
+    if not (is_same and now.is_late):
+        return
+    pool.kill(worker_id)
+    ticket, who = scheduler.find(now.seq, now.epoch), _capitalized(worker_id, pool.pid(worker_id))
     batch = "the previous epoch" if ticket is None else describe_ticket(ticket)
-    work = _with_stack(f"{who} was {'left behind' if pid is None else 'killed'} in it", asked)
+    work = _with_stack(f"{who} was killed in it", asked)
     hang = f"{who} took longer than {timeout_s:g} s (sample_timeout) for a sample of {batch}. "
     scheduler.sample_timed_out(worker_id, ticket, now.sample, work, hang)
-    return True

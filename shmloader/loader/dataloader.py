@@ -182,14 +182,12 @@ class DataLoader(ResumableLoader[_T_co]):
             for a batch, a worker that takes longer is killed and replaced. Its batch is loaded
             again, with a ``SampleTimeoutError`` in place of that sample. The error is raised at its
             batch's place, or handled as ``on_error`` says. It names the index and has the Python
-            stack where the worker was killed. A thread cannot be killed (``thread_pool=True``): it
-            is left behind and another thread takes its place. Whatever the old thread holds, such
-            as a lock, stays held until its code returns. ``__getitems__`` gets the limit times the
-            number of indices. The stream of an iterable dataset ends with the sample that hung, as
-            after any exception of its iterator. The limit does not apply to ``collate_fn``. It is
-            not possible with ``num_workers=0``, where nothing could be replaced. These replacements
-            do not count for ``worker_restarts``, but here, too, a new worker's random generators
-            start anew.
+            stack where the worker was killed. ``__getitems__`` gets the limit times the number of
+            indices. The stream of an iterable dataset ends with the sample that hung, as after any
+            exception of its iterator. The limit does not apply to ``collate_fn``. It needs worker
+            processes: a thread cannot be ended (``thread_pool=True``). These replacements do not
+            count for ``worker_restarts``, but here, too, a new worker's random generators start
+            anew.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
             were loading are loaded again, in order. If no replacement is left (with 0, there is
             none), a death raises ``WorkerDiedError``, as does a second death over the same batch.

@@ -399,6 +399,8 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
             "seed cannot be combined with generator. Give either seed= (recommended) or "
             "generator=, not both."
         )
+    elif get("sample_timeout") is not None and get("thread_pool"):
+        wrong = "sample_timeout needs worker processes: a thread cannot be ended."
     elif (get("seed", get("sample_timeout")) is not None) and is_data_pipe(loader.dataset):
         wrong = "seed and sample_timeout cannot be given for a data pipe, which torch itself loads"
     if wrong:

@@ -137,27 +137,19 @@ class Pool(Protocol):
     def close(self) -> None:
         """End all workers and free all memory. May be called again."""
 
-    # Only of a pool whose workers can be ended in the middle of a task, and replaced ----------
+    # Only of a pool whose workers may die --------------------------------------------------------
 
-    def kill(self, worker_id: int, seq: int) -> bool:
-        """End a worker that takes too long for a sample of ticket ``seq``.
-
-        A process is killed, and its loss is reported like any other. A thread cannot be ended: it
-        is left behind, and reports nothing more. Returns False if a thread has finished that
-        ticket meanwhile.
-        """
-
-    def replace(self, worker_id: int) -> None:
-        """Start a worker in place of one that was lost.
+    def start(self, worker_id: int) -> None:
+        """Start a worker for the first time, or in place of a lost one.
 
         Raises:
             OSError: If there are no descriptors or processes left.
-            RuntimeError: If no thread can be started, if torch's random generator is locked in
-                each worker that is forked, or if the process that owns shared workers has ended.
+            RuntimeError: If torch's random generator is locked in each worker that is forked, or if
+                the process that owns shared workers has ended.
             ClosedLoaderError: If another thread closes the pool meanwhile.
         """
 
-    # Only of a pool with slots, whose number of workers may grow -------------------------------
+    # Only of a pool of processes --------------------------------------------------------------
 
-    def start(self, worker_id: int) -> None:
-        """Start a worker for the first time. Raises as :meth:`replace`."""
+    def kill(self, worker_id: int) -> None:
+        """Kill a worker that takes too long for a sample. Its loss is reported like any other."""

@@ -229,7 +229,7 @@ class ExecutorPool(ObjectPool):
 
     ask = was_at  # the executor's processes show no stack
 
-    def replace(self, worker_id: int) -> None:
+    def start(self, worker_id: int) -> None:
         """Do nothing: a worker is free at once."""
 
     def _end(self) -> None:

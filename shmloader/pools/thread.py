@@ -13,9 +13,9 @@ that is needed to make its batch, so a waiting thread holds neither the dataset 
 Guarantees:
     * Between two samples a thread checks whether its batch was dropped, and stops if so. So
       ``close`` waits for one sample (or one ``__getitems__``, or one collate).
-    * A thread that is still in the user's code five seconds after ``close``, or takes longer than
-      ``sample_timeout`` for a sample, is left behind. It ends when that code returns, and its batch
-      is dropped. It blocks neither the caller nor the interpreter's exit.
+    * A thread that is still in the user's code five seconds after ``close`` is left behind. It ends
+      when that code returns, and its batch is dropped. It blocks neither the caller nor the
+      interpreter's exit.
 
 These threads do not pause while the process forks elsewhere: waiting for a slow sample would delay
 each start of a worker by seconds. They hold no lock of ours that a child would use.
@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,6 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
@@ -84,20 +83,13 @@ class _Task:
     Attributes:
         config: How the batch is made; None once a thread has taken the task.
         is_dropped: Whether the batch is no longer needed.
-        sample: The number of the sample in work and its deadline, with a ``sample_timeout``.
     """
 
     seq: int
     epoch: int
     indices: object
     config: ThreadConfig | None
-    hung: Mapping[int, str] | None = None
     is_dropped: bool = False
-    sample: tuple[int, int] = (NO_SAMPLE, 0)
-
-    def publish(self, number: int, deadline_ns: int) -> None:
-        """Set ``sample``. Called from the threads that load the batch."""
-        self.sample = (number, deadline_ns)
 
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Return ``get(index)``. Raise _Dropped if the batch is no longer needed."""
@@ -115,7 +107,6 @@ class _Worker(BackgroundThread):
 
     parks_for_forks = False
     _concurrent_fetcher: ConcurrentFetcher | None = None
-    _is_left = False
 
     def __init__(
         self, worker_id: int, pool: "ThreadPool", init_fn: Callable[[int], Any] | None
@@ -130,15 +121,6 @@ class _Worker(BackgroundThread):
         """Make the thread drop its batch after the present sample. Called from any thread."""
         self._at_work[1].is_dropped = True
 
-    def leave_behind(self, seq: int) -> bool:
-        """Leave the thread behind while it loads a ticket. Returns False if it is done."""
-        task = self._at_work[1]
-        if task.seq != seq:
-            return False
-        self._is_left = True
-        task.is_dropped = True
-        return True
-
     def usage(self) -> Usage:
         """Return what the thread has used. Called from any thread."""
         task = self.system_id
@@ -147,16 +129,12 @@ class _Worker(BackgroundThread):
     def was_at(self, *, with_stack: bool = False) -> AtWork:
         """Return what the thread is doing. Called from any thread."""
         phase, task, since = self._at_work
-        elapsed_s, (sample, deadline_ns) = time.monotonic() - since, task.sample
-        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
         frame = sys._current_frames().get(self._thread.ident or 0) if with_stack else None
         stack = "\n".join(  # as faulthandler writes it
             f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}'
             for one, line in (traceback.walk_stack(frame) if frame is not None else ())
         )
-        return AtWork(
-            phase, task.epoch, task.seq, elapsed_s, stack, sample=sample, sample_left_s=left_s
-        )
+        return AtWork(phase, task.epoch, task.seq, time.monotonic() - since, stack)
 
     # On the thread -----------------------------------------------------------------------
 
@@ -171,7 +149,7 @@ class _Worker(BackgroundThread):
             self.started.set()
 
     def work(self) -> None:
-        """Serve tasks from the queue until None comes, or the thread is left behind."""
+        """Serve tasks from the queue until None comes."""
         # What every task is answered if worker_init_fn fails.
         failure, (init_fn, self._init_fn) = None, (self._init_fn, None)
         if init_fn is not None:
@@ -202,9 +180,6 @@ class _Worker(BackgroundThread):
         except queue.Empty:
             with self.resting():
                 task = pool.queue.get()
-        if self._is_left:
-            pool.queue.put(task)  # for the other threads
-            return False
         if task is None:
             return False
         self._set(Phase.LOADING, task)
@@ -216,17 +191,14 @@ class _Worker(BackgroundThread):
             if not task.is_dropped:
                 pool.answers.append((task, self._worker_id, answer))
                 pool.wakeup.set()
-        return not self._is_left
+        return True
 
     def _load(self, task: _Task, config: ThreadConfig) -> Answer:
         """Make a task's batch, and return the answer."""
-        fetch, watch, timer = config.fetch, None, Timer()
+        fetch, timer = config.fetch, Timer()
         timer.begin()
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = fetch.make_concurrent_fetcher()
-        if fetch.sample_timeout_s is not None:
-            watch = SampleWatch(fetch.sample_timeout_s, task.publish)
-            watch.begin(task.hung)
         maker = BatchMaker(
             fetch,
             config.dataset,
@@ -237,22 +209,9 @@ class _Worker(BackgroundThread):
             arrays=config.arrays,
             opened=config.opened,
             concurrent_fetcher=self._concurrent_fetcher,
-            sample_watch=watch,
             load=task.load,
         )
         return make_answer(maker, functools.partial(maker.make, task.indices), self._where)
-
-
-def _start(workers: list[_Worker]) -> None:
-    """Start threads, and wait until they have begun."""
-    thread_count = torch.get_num_threads()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.started.wait()
-    # Each thread has called set_num_threads(1), which torch applies to all threads that start
-    # later, including the user's. This call undoes that.
-    torch.set_num_threads(thread_count)
 
 
 class ThreadPool(ObjectPool):
@@ -278,23 +237,28 @@ class ThreadPool(ObjectPool):
         # get().
         self.queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self.answers: collections.deque[tuple[_Task, int, Answer]] = collections.deque()
-        self._workers = workers = [self._make_worker(number) for number in range(worker_count)]
+        fixed = config()
+        init_fn = None if fixed is None else fixed.init_fn
+        self._workers = workers = [_Worker(n, self, init_fn) for n in range(worker_count)]
+        thread_count = torch.get_num_threads()
         try:
-            _start(workers)
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.started.wait()
+            # Each thread has called set_num_threads(1), which torch applies to all threads that
+            # start later, including the user's. This call undoes that.
+            torch.set_num_threads(thread_count)
             self.readings.open(lambda _: [worker.usage() for worker in workers])
         except BaseException:
             self.close()
             raise
 
-    def _make_worker(self, worker_id: int) -> _Worker:
-        config = self._config()
-        return _Worker(worker_id, self, None if config is None else config.init_fn)
-
     # Tasks -------------------------------------------------------------------------------
 
     def send(self, ticket: Any, epoch: int) -> None:
         """Add a ticket's task to the queue."""
-        task = _Task(ticket.seq, epoch, ticket.indices, self._config(), ticket.hung)
+        task = _Task(ticket.seq, epoch, ticket.indices, self._config())
         self._tasks[ticket.seq] = task
         self.queue.put(task)
 
@@ -351,18 +315,6 @@ class ThreadPool(ObjectPool):
     def ask(self, worker_id: int) -> AtWork:
         """Return what a thread is doing, with its Python stack."""
         return self._workers[worker_id].was_at(with_stack=True)
-
-    def kill(self, worker_id: int, seq: int) -> bool:
-        """Leave a thread behind that takes too long for a sample. Returns whether that was done."""
-        return self._workers[worker_id].leave_behind(seq)
-
-    def replace(self, worker_id: int) -> None:
-        """Start a thread in place of one that was left behind."""
-        worker = self._workers[worker_id] = self._make_worker(worker_id)
-        _start([worker])
-        if self.is_closed:  # by another thread, meanwhile
-            self.queue.put(None)
-            raise ClosedLoaderError("the workers have been ended")
 
     def close(self) -> None:
         """End the threads and drop all batches. May be called again, and from any thread."""

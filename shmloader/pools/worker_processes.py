@@ -150,18 +150,15 @@ class WorkerProcesses:
             end_unused(new)
             self._check_open()
 
-    replace = start
-
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:
             raise ClosedLoaderError("the workers have been ended") from cause
 
-    def kill(self, worker_id: int, seq: int = 0) -> bool:  # noqa: ARG002 - whatever it loads by now
+    def kill(self, worker_id: int) -> None:
         """Kill a worker that takes too long for a sample."""
         worker = self.handles[worker_id]
         if not worker.is_lost:
             worker.send_signal(signal.SIGKILL)
-        return True
 
     def _lose(self, worker: WorkerHandle) -> None:
         """Stop using a worker."""

@@ -152,15 +152,11 @@ class ScriptedPool:
 
     ask = was_at
 
-    def kill(self, worker_id: int, seq: int) -> bool:
+    def kill(self, worker_id: int) -> None:
         self.log.append(("kill", worker_id))
         at_work = self.hanging.pop(worker_id)
         self.sent[worker_id].clear()
         self._events.append(("lost", worker_id, Death(1000 + worker_id, -9), at_work))
-        return True
-
-    def replace(self, worker_id: int) -> None:
-        self.log.append(("replace", worker_id))
 
     def start(self, worker_id: int) -> None:
         self.log.append(("start", worker_id))

@@ -119,7 +119,7 @@ EXECUTORS: list[concurrent.futures.ProcessPoolExecutor] = []
 
 
 def executor(make: Callable[[Any], Any], worker_count: int) -> Pool:
-    # One process more than workers: one may be in a task that was left behind.
+    # One process more than workers: one may be in a task of an epoch that was left.
     context = multiprocessing.get_context("fork")
     EXECUTORS.append(concurrent.futures.ProcessPoolExecutor(worker_count + 1, context))
     objects = Calls(make, 1 << 20), as_it_is, None, "raise", tuple(PLAN), worker_count
@@ -181,14 +181,12 @@ class Kind:
         make: Makes one.
         is_apart: Whether its workers work while nobody waits.
         has_slots: Whether its batches come in slots.
-        kills: Whether its workers can be ended in a task.
         shows_stacks: Whether it sees what its workers are doing.
     """
 
     make: Callable[[Callable[[Any], Any], int], Pool]
     is_apart: bool = True
     has_slots: bool = False
-    kills: bool = True
     shows_stacks: bool = True
 
 
@@ -197,7 +195,7 @@ KINDS = {
     "queued": Kind(queued, has_slots=True),
     "host": Kind(host, has_slots=True),
     "threads": Kind(threads),
-    "executor": Kind(executor, kills=False, shows_stacks=False),
+    "executor": Kind(executor, shows_stacks=False),
     "calling": Kind(calling, is_apart=False),
 }
 
@@ -483,7 +481,7 @@ def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
 
 
 def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(apart) -> None:
-    if not apart.kills:
+    if not apart.has_slots:
         pytest.skip("its tasks cannot be ended")
     gate, tries = Gate(), Gate()
 
@@ -498,15 +496,14 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
         told.send(0)
         tries.wait_until_open()
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
-        assert pool.kill(0, 0)
+        pool.kill(0)
         (ticket,) = told.scheduler.tickets
-        if apart.has_slots:
-            wait_until(lambda: told.deaths or (pool.wait(1, told) or told.deaths))
-        pool.replace(0)
+        wait_until(lambda: told.deaths or (pool.wait(1, told) or told.deaths))
+        pool.start(0)
         pool.resume(0, Checkpoint())
         pool.send(ticket, 0)
         tries.wait_until_open()
-        gate.open(2)  # the thread that was left behind as well
+        gate.open()
         told.take_all(1)
         assert told.batch(0).sum() == 0
         assert len(told.answers) == 1

@@ -24,11 +24,10 @@ LIMIT_S = 0.3
 
 
 class Hangs:
-    """Rows, some of which take for ever. Threads that were left behind end by `release`."""
+    """Rows, some of which take for ever."""
 
     def __init__(self, *bad: int) -> None:
         self.bad = set(bad)
-        self._go = threading.Event()
 
     def __len__(self) -> int:
         return LENGTH
@@ -39,34 +38,15 @@ class Hangs:
         return index
 
     def _hang(self) -> None:
-        assert self._go.wait(60)
-
-    def release(self) -> None:
-        self._go.set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"bad": self.bad}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["bad"])
+        assert threading.Event().wait(60)
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "processes": {},
     "dynamic": {"seed": 3},
     "any order": {"in_order": False},
-    "threads": {"thread_pool": True},
     "several at once": {"fetch_concurrency": 2},
-    "several at once in threads": {"thread_pool": True, "fetch_concurrency": 2},
 }
-
-
-@pytest.fixture
-def hanging() -> Iterator[list[Hangs]]:
-    made: list[Hangs] = []
-    yield made
-    for one in made:
-        one.release()
 
 
 def load(dataset: Any, **options: Any) -> DataLoader:
@@ -82,9 +62,8 @@ def read(loader: DataLoader) -> list[Any]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
-def test_a_sample_that_hangs_is_treated_as_one_that_fails(way, on_error, hanging):
+def test_a_sample_that_hangs_is_treated_as_one_that_fails(way, on_error):
     dataset = Hangs(5, 9, 10)
-    hanging.append(dataset)
     options = dict(WAYS[way])
     if on_error != "raise":
         options["on_error"] = "skip" if on_error == "skip" else instead
@@ -123,47 +102,38 @@ def text_of(error: Exception) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_worker_in_a_fresh_interpreter_is_replaced_too(method, hanging):
+def test_a_worker_in_a_fresh_interpreter_is_replaced_too(method):
     dataset = Hangs(5)
-    hanging.append(dataset)
     with load(dataset, multiprocessing_context=method, on_error="skip") as loader:
         assert read(loader)[1] == [4, 6, 7]
         assert [one.index for one in loader.failures] == [5]
 
 
-@pytest.mark.parametrize("way", ["processes", "threads"])
-def test_the_error_names_the_index_the_limit_the_worker_and_the_code(way, hanging):
-    dataset = Hangs(5)
-    hanging.append(dataset)
-    with load(dataset, **WAYS[way]) as loader:
+def test_the_error_names_the_index_the_limit_the_worker_and_the_code():
+    with load(Hangs(5)) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(SampleTimeoutError) as caught:
             next(iterator)
     text = text_of(caught.value)
-    # Any thread may have taken it.
-    worker, end = (r"1 \(pid \d+\)", "killed")
-    if way == "threads":
-        worker, end = (r"thread \d", "left behind")
     first, *frames = text.strip().splitlines()
     assert re.fullmatch(
-        rf"sample 5 took longer than sample_timeout=0.3 s\. Worker {worker} was {end} in it, the "
-        r"innermost call first:",
+        r"sample 5 took longer than sample_timeout=0.3 s\. Worker 1 \(pid \d+\) was killed in it, "
+        r"the innermost call first:",
         first,
     )
     assert any(f'{__file__}", line' in frame and "in _hang" in frame for frame in frames)
     assert not any("shmloader/" in frame for frame in frames)
 
 
-@pytest.mark.parametrize("way", ["processes", "threads"])
-def test_a_batch_may_take_longer_than_each_of_its_samples_may(way):
+def test_a_batch_may_take_longer_than_each_of_its_samples_may():
     """The last sample is the longest, so that the worker can be seen in it for a while."""
 
     def sample(index: int) -> int:
         time.sleep(1.0 if index == 3 else 0.4)
         return index
 
-    with load(Calls(sample, 4), batch_size=4, sample_timeout=1.5, **WAYS[way]) as loader:
+    with load(Calls(sample, 4), batch_size=4, sample_timeout=1.5) as loader:
         assert read(loader) == [[0, 1, 2, 3]]
         assert loader.stats().restarts == 0
 
@@ -192,12 +162,9 @@ def test_a_stopped_worker_is_replaced():
         assert read(loader) == [[0, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("thread_pool", [False, True])
-def test_too_many_that_hang_end_the_epoch(thread_pool, hanging):
-    dataset = Hangs(*range(4, 24))
-    hanging.append(dataset)
+def test_too_many_that_hang_end_the_epoch():
     options = {"on_error": "skip", "max_failures": 2, "sample_timeout": 0.1}
-    with load(dataset, thread_pool=thread_pool, **options) as loader:
+    with load(Hangs(*range(4, 24)), **options) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1, 2, 3]
         with pytest.raises(shmloader.TooManyFailures) as caught:
@@ -207,23 +174,20 @@ def test_too_many_that_hang_end_the_epoch(thread_pool, hanging):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_whole_batch_may_hang_sample_by_sample(way, hanging):
+def test_a_whole_batch_may_hang_sample_by_sample(way):
     dataset = Hangs(4, 5, 6, 7, 23)
-    hanging.append(dataset)
     with load(dataset, on_error="skip", **WAYS[way]) as loader:
         batches = read(loader)
         assert sorted(itertools.chain(*batches)) == sorted(set(range(LENGTH)) - dataset.bad)
         assert loader.failures.total == 5
 
 
-@pytest.mark.parametrize("thread_pool", [False, True])
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_epoch_that_is_left_in_a_sample_that_hangs_does_not_hold_up_the_next(
-    thread_pool, persistent, hanging
+    persistent,
 ):
     dataset = Hangs(9)
-    hanging.append(dataset)
-    options = {"thread_pool": thread_pool, "persistent_workers": persistent, "on_error": "skip"}
+    options = {"persistent_workers": persistent, "on_error": "skip"}
     with load(dataset, **options) as loader:
         for _ in range(3 if persistent else 1):  # where the workers end, they are waited for
             next(iter(loader))
@@ -231,13 +195,12 @@ def test_an_epoch_that_is_left_in_a_sample_that_hangs_does_not_hold_up_the_next(
 
 
 @pytest.mark.parametrize("is_list", [False, True])
-def test_one_call_for_a_batch_is_named_whole_and_with_skip_taken_apart(is_list, hanging):
+def test_one_call_for_a_batch_is_named_whole_and_with_skip_taken_apart(is_list):
     class Lists(Hangs):
         def __getitems__(self, indices: list[int]) -> list[int]:
             return [self[index] for index in indices]
 
     dataset = Lists(5)
-    hanging.append(dataset)
     with load(dataset, on_error="skip" if is_list else "raise", sample_timeout=0.1) as loader:
         batches = read(loader)
         if is_list:
@@ -249,7 +212,7 @@ def test_one_call_for_a_batch_is_named_whole_and_with_skip_taken_apart(is_list, 
             )
 
 
-def test_a_sample_that_hangs_once_costs_only_itself(hanging):
+def test_a_sample_that_hangs_once_costs_only_itself():
     """The other samples of its batch, and all other batches of its worker, are loaded again."""
     has_hung = Switch(is_on=False)
 
@@ -285,11 +248,9 @@ def test_a_stream_ends_with_the_sample_that_hangs_and_the_others_go_on(every, se
     assert text_of(error).startswith("the next sample of the dataset's iterator took longer than")
 
 
-def test_after_a_sample_that_hung_a_state_resumes_at_the_next_batch(hanging):
+def test_after_a_sample_that_hung_a_state_resumes_at_the_next_batch():
     def run(state: Any = None) -> tuple[list[Any], Any]:
-        dataset = Hangs(5)
-        hanging.append(dataset)
-        with load(dataset, on_error="skip", seed=7, shuffle=True) as loader:
+        with load(Hangs(5), on_error="skip", seed=7, shuffle=True) as loader:
             if state is not None:
                 loader.load_state_dict(state)
                 return read(loader), None

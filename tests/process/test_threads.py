@@ -271,7 +271,7 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(held, options,
         assert head.startswith(
             "DataLoader timed out after 0.2 seconds, waiting for batch 2 (indices 4 to 5). "
         )
-        assert head.endswith("sample_timeout= replaces a worker whose sample hangs.")
+        assert head.endswith("sample_timeout= replaces one whose sample hangs.")
         loading, idle = sorted((line for line in lines if line[0] == "W"), key=len, reverse=True)
         assert "has been loading batch 2 (indices 4 to 5) for " in loading
         assert loading.endswith(" s, the innermost call first:")

@@ -383,12 +383,12 @@ def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_
 
 
 def test_only_a_sample_that_is_awaited_counts_as_hung():
-    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
+    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True)
     offered(subject, 3)
     subject.answered(1, 0, "batch", taker=0)
     for seq, hung, again in ((1, None, []), (2, {3: "in f"}, [2])):
         subject.sample_timed_out(1, subject.find(seq, 0), 3, "in f", "it hung")
-        assert subject.workers.first(WorkerState.LOST).worker_id == 1
+        subject.worker_lost(1, DEATH, held={0, 2} - {seq})
         subject.worker_started(1)
         assert [ticket.seq for ticket in sent(subject)] == again
         assert subject.tickets[seq].hung == hung

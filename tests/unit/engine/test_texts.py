@@ -158,8 +158,6 @@ def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
     start = "A new process replaces worker 1 and loads its unfinished batches again: 5, 7."
     lost = Worker(1, death=Death(812, -9), unfinished=[5, 7], hang=hang)
     assert describe_restart(lost, is_resumed=False) == hang + start
-    text = describe_restart(Worker(1, hang=hang), is_resumed=False)
-    assert text == f"{hang}A new thread replaces it."
 
 
 def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():

@@ -104,6 +104,10 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
         ({"sample_timeout": 1}, "sample_timeout needs num_workers > 0"),
         ({"thread_pool": True}, "thread_pool needs num_workers > 0"),
         (
+            {"num_workers": 1, "thread_pool": True, "sample_timeout": 1},
+            "sample_timeout needs worker processes: a thread cannot be ended",
+        ),
+        (
             {
                 "num_workers": 1,
                 "thread_pool": True,
