@@ -51,7 +51,6 @@ from shmloader.grammar import described_type
 from shmloader.insight.measurements import read_file
 from shmloader.interruptions import Caught, attempt, is_interruption
 from shmloader.memory.pickled import PICKLE_ERRORS
-from shmloader.memory.segment import mark_common
 from shmloader.process_state import PROCESS
 from shmloader.sampling.arguments import resolve_ranks
 from shmloader.shared.sharing import share
@@ -439,9 +438,7 @@ def _make(build: Callable[[], _T], *, writable: bool) -> tuple[Payload, _T]:
     finally:
         PROCESS.builds_on_host.discard(thread)
     try:
-        payload = Payload((shared, None))
-        mark_common(payload.descriptors)
-        return payload, shared
+        return Payload((shared, None)), shared
     except PICKLE_ERRORS as error:
         found = find_unpicklable([shared], ["dataset"])
         raise explain_unpicklable(

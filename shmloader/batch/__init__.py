@@ -11,5 +11,5 @@ cannot be pickled.
 ``dataset_state`` saves the states of datasets, of which checkpoints are made (``checkpoint``).
 
 ``payload`` carries the dataset and the functions to a worker, or to a process of an executor.
-``content_hash`` tells whether two processes have the same samples or the same dataset.
+``fingerprint`` tells whether two processes have the same samples or the same dataset.
 """

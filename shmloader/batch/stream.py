@@ -6,23 +6,21 @@ delivered since the newest state are read again and discarded. Whether the datas
 samples again cannot be known beforehand. So the loader's state keeps a checksum over the
 fingerprints of the delivered batches, and a resumed dataset is compared with it.
 
-A fingerprint is a checksum of up to four samples of a batch, the first and the last among them, and
-of both ends of their tensors, arrays, lists and texts. A missing or repeated sample shifts the
-samples of all later batches.
+A fingerprint is a checksum of up to four samples of a batch, the first and the last among them. A
+missing or repeated sample shifts the samples of all later batches.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import get_worker_info
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Collator
-from shmloader.batch.content_hash import digest_of
 from shmloader.batch.dataset_state import Keep, Saved, ask
 from shmloader.batch.failures import add_note
 from shmloader.batch.fetch import FetchConfig, Get, is_from_outside
+from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.errors import SampleTimeoutError
@@ -31,10 +29,6 @@ from shmloader.messages import Unsaved
 from shmloader.sampling.hooks import has_own_state, has_state_methods
 
 _T = TypeVar("_T")
-
-# A fingerprint covers so many samples of a batch, and bytes at both ends of an array or text.
-_SAMPLES = 4
-_END_BYTES = 4096
 
 
 class StreamFetcher:
@@ -213,19 +207,3 @@ def _other_samples(checkpoint: Checkpoint) -> ValueError:
         "depend only on the loader's seed=, the global random generators of a worker process, or "
         "get_worker_info().seed. Or give it state_dict() and load_state_dict()."
     )
-
-
-# Fingerprints -----------------------------------------------------------------------------
-
-
-def fingerprint_of(samples: Sequence[object]) -> int:
-    """Return the fingerprint of a batch."""
-    count = len(samples)
-    if count > _SAMPLES:
-        samples = [samples[at] for at in (0, count // 3, 2 * count // 3, count - 1)]
-    return fingerprint((count, *samples))
-
-
-def fingerprint(value: object) -> int:
-    """Return a checksum of 32 bits of a value that is the same in every process."""
-    return int.from_bytes(digest_of(value, _END_BYTES)[:4], "little")

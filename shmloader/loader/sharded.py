@@ -137,7 +137,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             the host. Each of them first makes the batch whose rank has waited for it longest. A
             separate process starts these workers. Each has the dataset once, and they persist until
             the loaders of all ranks are gone. Ranks must have datasets with the same contents,
-            which they compare by digests, and begin their loaders in the same order. Loaders of a
+            which they compare by checksums, and begin their loaders in the same order. Loaders of a
             process share a pool if they have the same dataset object, ``num_workers`` and
             ``worker_init_fn``. Linux only.
         executor: A ``concurrent.futures.Executor`` whose processes make the batches.

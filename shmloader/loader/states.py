@@ -9,7 +9,7 @@ from typing import Any
 from shmloader.interruptions import Caught, attempt
 
 #: Version of the format, the only one that is read.
-VERSION = 7
+VERSION = 8
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200

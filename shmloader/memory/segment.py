@@ -23,13 +23,10 @@ other process maps the same file, copy-on-write, so that the array may be writte
 
 import ctypes
 import fcntl
-import functools
-import hashlib
 import mmap
 import multiprocessing.context
 import os
 import secrets
-from collections.abc import Container
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,11 +144,6 @@ class Segment(mmap.mmap):
             writer.append(view[TOKEN_BYTES:], is_aligned=False)
             return writer.finish()
 
-    @functools.cached_property
-    def digest(self) -> bytes:
-        """Digest of the contents; the token if the ranks of this host have it in common."""
-        return hashlib.blake2b(memoryview(self)[TOKEN_BYTES:]).digest()
-
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a handle. Without this, pickle would call mmap's, which raises."""
         return self._sealed.__reduce__()
@@ -164,25 +156,14 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
         SharedMemoryError: If it is gone.
     """
     known: Segment | None = PROCESS.segments.get(token)
-    if isinstance(where, MemoryFile):
-        segment = known or Segment.open(SealedSegment(where, nbytes, token))
-        segment.digest = token  # the process that started this one, or built the object, has it
-        return segment
     if known is not None:
         return known
-    try:
-        path = "/proc/{}/fd/{}".format(*where)
-        file = MemoryFile(path)
-    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
-        raise SharedMemoryError(_GONE) from error
-    return Segment.open(SealedSegment(file, nbytes, token))
-
-
-def mark_common(descriptors: Container[int]) -> None:
-    """Mark segments as common to the ranks of this host, by their descriptors."""
-    for segment in [*PROCESS.segments.values()]:
-        if segment._sealed.file.fileno() in descriptors:
-            segment.digest = segment.token
+    if not isinstance(where, MemoryFile):
+        try:
+            where = MemoryFile("/proc/{}/fd/{}".format(*where))
+        except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+            raise SharedMemoryError(_GONE) from error
+    return Segment.open(SealedSegment(where, nbytes, token))
 
 
 def find_segment(address: int, nbytes: int) -> Segment | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.content_hash import digests_of
+from shmloader.batch.fingerprint import fingerprint, fingerprints_of
 from shmloader.batch.payload import Payload
 from shmloader.errors import WorkerDiedError
 from shmloader.host import Meeting
@@ -82,11 +82,14 @@ def open_host_pool(
     # A pool whose nursery has ended is replaced under the same number, so that this rank meets the
     # other ranks that have lost the pool, and those that have not opened it yet.
     number = PROCESS.pools_on_host if old is None else old.number
-    digests = () if is_alone else digests_of(dataset, worker_init_fn)
     facts = Facts(
         worker_count=worker_count,
         rank=f"rank {rank} (process {os.getpid()})",
-        common=(("num_workers", worker_count), *digests),
+        common={
+            "num_workers": worker_count,
+            "worker_init_fn": fingerprint(worker_init_fn),
+            **fingerprints_of(dataset),
+        },
     )
     objects = (dataset, worker_init_fn)
     while True:
@@ -118,12 +121,12 @@ def _start(meeting: Meeting, objects: tuple[object, ...], *about: Any) -> Nurser
 
 def _check(ours: Facts, theirs: Facts) -> None:
     """Check that this rank has the arguments of the rank that began the pool."""
-    mine, other = dict(ours.common), dict(theirs.common)
+    mine, other = ours.common, theirs.common
     differing = []
     for name in sorted({*mine, *other}):
         if mine.get(name) != other.get(name):
-            values = f" ({mine.get(name)}, and {other.get(name)} there)"
-            differing.append(name if isinstance(mine.get(name), bytes | None) else name + values)
+            values = f" ({mine[name]}, and {other[name]} there)" if name == "num_workers" else ""
+            differing.append(name + values)
     if differing:
         raise ValueError(
             "ranks that share workers (worker_scope='host') should have the same dataset and "

@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
     has_threads: bool = False
     worker_count: int = 0
     rank: str = ""
-    common: tuple[tuple[str, object], ...] = ()
+    common: Mapping[str, object] = {}
 
 
 class Report(NamedTuple):

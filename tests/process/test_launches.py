@@ -234,11 +234,9 @@ class TorchHolder(Holder, torch.utils.data.Dataset[int]):
         lambda rank: rank,
         lambda rank: [{"images": np.arange(9_000) + rank}],
         lambda rank: torch.arange(9_000) + rank,
-        lambda rank: [lambda x: x + 1, lambda x: x + 2][rank],
-        lambda rank: [lambda x: x.min(), lambda x: x.max()][rank],
-        lambda rank: [lambda x: lambda: x + 1, lambda x: lambda: x + 2][rank],
+        lambda rank: [np.min, max][rank],
     ],
-    ids=["number", "array", "tensor", "constant", "method", "inner function"],
+    ids=["number", "array", "tensor", "function"],
 )
 def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(
     run, of_rank, kind, tmp_path
@@ -263,25 +261,16 @@ def test_a_dataset_that_one_rank_has_built_is_the_same_in_all(run, tmp_path) -> 
     assert run.results(lambda: differences(make, tmp_path), 2) == [None, None]
 
 
-def test_what_ranks_write_to_common_memory_makes_no_difference(run, tmp_path) -> None:
-    def make() -> Holder:
-        found = share_on_host(lambda: Holder(numbers=np.zeros(1000)), writable=True)
-        found.parts["numbers"][:] = int(os.environ["RANK"])  # the workers get what was shared
-        return found
-
-    assert run.results(lambda: differences(make, tmp_path), 2) == [None, None]
-
-
-DIGESTS = """
+FINGERPRINTS = """
 import torch
-from shmloader.batch.content_hash import digests_of
+from shmloader.batch.fingerprint import fingerprints_of
 class Data:
     def __init__(self):
         self.words = {"some", "words", "of", "a", "set", ("and", frozenset("others"))}
         self.scale = lambda value: value * self.factor
         self.factor = 3
         self.tensor = torch.arange(1000).share_memory_()
-print(digests_of(Data(), None))
+print(fingerprints_of(Data()))
 """
 
 
@@ -289,7 +278,7 @@ print(digests_of(Data(), None))
 def test_hash_randomisation_makes_no_difference() -> None:
     found = [
         subprocess.run(
-            [sys.executable, "-c", DIGESTS],
+            [sys.executable, "-c", FINGERPRINTS],
             env=dict(os.environ, PYTHONHASHSEED=seed),
             capture_output=True,
             text=True,

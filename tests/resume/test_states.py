@@ -450,7 +450,7 @@ def test_what_is_no_state_is_refused():
     with pytest.raises(ValueError, match="not saved by a loader of shmloader"):  # torchdata's
         loader.load_state_dict({"_sampler_iter_state": None, "_num_yielded": 3})
     for version in (1, 99, "3"):
-        with pytest.raises(ValueError, match=f"has version {version!r}, .* reads version 7"):
+        with pytest.raises(ValueError, match=f"has version {version!r}, .* reads version 8"):
             loader.load_state_dict({**loader.state_dict(), "version": version})
 
 

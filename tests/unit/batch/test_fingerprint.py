@@ -1,7 +1,6 @@
 """Fingerprints are equal for equal samples, and differ for others."""
 
 import collections
-import dataclasses
 import datetime as dt
 import os
 import subprocess
@@ -11,20 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.batch.stream import fingerprint, fingerprint_of
+from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 
 LARGE = torch.arange(300_000, dtype=torch.int32).reshape(3, 100, 1000)
 Pair = collections.namedtuple("Pair", "image label")
-
-
-@dataclasses.dataclass
-class Named:
-    value: object
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    value: object
 
 
 class Odd(torch.Tensor):
@@ -38,11 +27,9 @@ class Odd(torch.Tensor):
 DIFFERENT = [
     None, True, False, 0, 1, -1, 1.5, 2j, "", "a", "b", "\udc00", b"a", bytearray(b"a"),
     [], [1], [1, 2], [2, 1], (1, 2), {"a": 1}, {"a": 2}, {"b": 1}, [[1], 2], Pair(1, 2),
-    "x" * 5000, "x" * 4999 + "y", "y" + "x" * 4999, "x" * 5001, {1}, {2}, {1, 2}, {"a", "b", "c"},
-    Named(1), Named(2), Slotted(1), Slotted(2),
-    collections.OrderedDict(a=1), dt.date(2020, 1, 1), 10**5000, 10**5000 + 1,
+    "x" * 5000, "x" * 4999 + "y", "y" + "x" * 4999, "x" * 5001, {1}, {1, 2}, {"a", "b", "c"},
+    collections.OrderedDict(a=1), dt.date(2020, 1, 1),
     np.array([None, 1], object), torch.nn.Parameter(torch.ones(5)),
-    torch.tensor([1.0, 2.0]).to_sparse(), torch.tensor([1.0, 3.0]).to_sparse(),
     np.float32(1), np.zeros(3), np.ones(3), np.zeros(3, np.float32), np.zeros((0, 2)),
     torch.zeros(3), torch.zeros(4), torch.tensor(1), torch.tensor(1, dtype=torch.bfloat16),
     torch.ones(3, dtype=torch.cfloat).conj(), torch.ones(2).as_subclass(Odd),
@@ -76,13 +63,23 @@ def test_equal_values_count_alike_whether_or_not_they_are_one_object():
     assert fingerprint([one, one]) == fingerprint([one, {"name": ["x"]}])
 
 
-def test_samples_that_cannot_be_pickled_or_are_endless_raise_nothing():
+def test_values_that_a_process_makes_anew_count_alike():
+    for first, second in [
+        ({"b", "a"}, {"d", "c"}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (open, print),
+        (object(), object()),
+    ]:
+        assert fingerprint([first]) == fingerprint([second])
+
+
+def test_samples_of_unknown_types_or_that_are_endless_raise_nothing():
     circular: list[object] = []
     circular.append(circular)
     wide: list[object] = [0]
     for _ in range(9):
         wide = [wide] * 9
-    for sample in (circular, wide, lambda: 0, sys.stdout):
+    for sample in (circular, wide, lambda: 0, sys.stdout, 10**5000):
         assert fingerprint([sample]) == fingerprint([sample])
 
 
