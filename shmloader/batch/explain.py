@@ -4,13 +4,11 @@ Samples that cannot be collated: torch's error names no sample. A note on it nam
 samples, and the samples' indices. The place is found by collating the samples part by part.
 
 Objects that cannot be pickled: pickle's error names a type. The error that is raised instead names
-the path to the object, which is found by pickling the parts one by one.
+the item or attribute, which is found by pickling each.
 """
 
 import functools
-import inspect
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -50,13 +48,6 @@ _COLLATE_REMEDY = (
 
 # How many different kinds of samples a note names.
 _SHOWN = 4
-
-# The attributes that are pickled with objects whose state does not name them.
-_ATTRIBUTES = {
-    types.FunctionType: ("__defaults__", "__kwdefaults__"),
-    types.MethodType: ("__self__",),
-    functools.partial: ("func", "args", "keywords"),
-}
 
 
 # Samples that cannot be collated ----------------------------------------------------------
@@ -121,7 +112,7 @@ def _describe(parts: list[Any], indices: Any) -> str:
 # Objects that cannot be pickled -----------------------------------------------------------
 
 
-#: A part that cannot be pickled: its path, such as "dataset.transforms[2].client", and the value.
+#: A part that cannot be pickled: its path, such as "dataset.transforms", and the value.
 Unpicklable = tuple[str, object]
 
 
@@ -138,47 +129,23 @@ def find_unpicklable(
     """Return the part that cannot be pickled; None if each of the objects can be.
 
     ``names`` is what the user calls each of the objects, and ``pickle_part`` pickles as they were.
+    Of such an object, the first item or attribute that cannot be pickled is returned.
     """
-    waiting = list(zip(names, objects, strict=False))
-    seen = {id(value) for value in objects}
-    found: Unpicklable | None = None
-    while waiting:
-        path, value = waiting.pop(0)
-        if isinstance(attempt(pickle_part, value), Caught):
-            found = path, value
-            waiting = []
-            parts: Any = attempt(list, _parts_of(value))
-            for step, part in () if isinstance(parts, Caught) else parts:
-                if id(part) not in seen:
-                    seen.add(id(part))
-                    waiting.append((path + step, part))
-    return found
-
-
-def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the parts that are pickled with a value, each with the step that leads to it."""
-    if isinstance(value, dict):
-        yield from ((f"[{describe_index(key)}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"[{number}]", part) for number, part in enumerate(value))
-    elif isinstance(value, set | frozenset):
-        yield from (("[…]", part) for part in value)
-    elif isinstance(value, types.FunctionType):
-        # cloudpickle pickles these with a function that cannot be imported by name.
-        names = inspect.getclosurevars(value)
-        for name, part in {**names.globals, **names.nonlocals}.items():
-            yield f".<variable {name}>", part
-    for name in _ATTRIBUTES.get(type(value), ()):
-        yield f".{name}", getattr(value, name)
-    if isinstance(value, (type, types.ModuleType, *_ATTRIBUTES)):
-        return
-    state = value.__getstate__()
-    # The values of slots come in a second dict.
-    for part in state if type(state) is tuple else (state,):
-        if isinstance(part, dict):
-            yield from ((f".{name}", inner) for name, inner in part.items())
-        else:
-            yield ".__getstate__()", part
+    for name, value in zip(names, objects, strict=False):
+        if not isinstance(attempt(pickle_part, value), Caught):
+            continue
+        parts: Any = {}
+        if isinstance(value, dict):
+            parts = {f"[{describe_index(key)}]": part for key, part in value.items()}
+        elif isinstance(value, list | tuple):
+            parts = {f"[{number}]": part for number, part in enumerate(value)}
+        elif isinstance(state := attempt(type(value).__getstate__, value), dict):
+            parts = {f".{attribute}": part for attribute, part in state.items()}
+        for step, part in parts.items():
+            if isinstance(attempt(pickle_part, part), Caught):
+                return name + step, part
+        return name, value
+    return None
 
 
 def explain_unpicklable(
