@@ -7,11 +7,10 @@ state is loaded before ``iter(dataset)`` is called, and an iterator's state afte
 asked for a state if ``snapshot_every_n_steps`` is 0.
 """
 
-import contextlib
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import cloudpickle
 
@@ -69,32 +68,34 @@ def load_dataset(dataset: Any, saved: Saved | None) -> None:
 # Pickled states --------------------------------------------------------------------------
 
 
-def dump_state(saved: Saved, file: Any, *, by_value: bool = False) -> None:
+def dump_state(saved: Saved, file: Any, rewind: Callable[[], None]) -> None:
     """Pickle a state into a file, to which the bytes of its long strings are written directly.
 
-    ``by_value`` says whether the dataset was pickled by cloudpickle, which its state may need, too.
+    ``rewind`` forgets what was written, before cloudpickle writes what standard pickle cannot.
     """
-    pickler = cloudpickle.Pickler if by_value else pickle.Pickler
-    pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(saved))
+    try:
+        pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(saved))
+    except PICKLE_ERRORS:
+        rewind()
+        cloudpickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(saved))
 
 
-def dumps_state(saved: Saved, *, by_value: bool = False) -> bytes:
+def dumps_state(saved: Saved) -> bytes:
     """Return a pickled state; see :func:`dump_state`.
 
     Memory of the pickle's very size serves the next one again, unlike that of a buffer that grows.
     """
     parts: list[bytes] = []
     file = SimpleNamespace(write=lambda data: parts.append(bytes(data)))
-    dump_state(saved, file, by_value=by_value)
+    dump_state(saved, file, parts.clear)
     return b"".join(parts)
 
 
 def dump_in_main(saved: Saved) -> bytes:
     """Pickle a state in the main process, for workers or for the dataset there."""
     if main_is_importable():
-        with contextlib.suppress(*PICKLE_ERRORS):
-            return dumps_state(saved)
-    return dumps_state(saved, by_value=True)
+        return dumps_state(saved)
+    return cast("bytes", cloudpickle.dumps(tuple(saved), pickle.HIGHEST_PROTOCOL))
 
 
 def read(data: bytes | None) -> Saved | None:

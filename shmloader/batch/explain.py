@@ -7,7 +7,6 @@ Objects that cannot be pickled: pickle's error names a type. The error that is r
 the item or attribute, which is found by pickling each.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -179,15 +178,14 @@ def _type_name(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+def pickle_or_explain(batch: object) -> tuple[bytes, OutOfBand]:
     """Pickle a batch; raise a TypeError that names the part that cannot be pickled."""
     try:
-        return pickle_batch(batch, by_value=by_value)
+        return pickle_batch(batch)
     except MemoryError:
         raise
     except Exception as error:
-        pickle_part = functools.partial(pickle_batch, by_value=by_value)
-        path, part = find_unpicklable([batch], ["batch"], pickle_part) or ("batch", batch)
+        path, part = find_unpicklable([batch], ["batch"], pickle_batch) or ("batch", batch)
         raise TypeError(
             f"a batch cannot be sent from its worker: {path} is {with_article(_type_name(part))} "
             f"and cannot be pickled ({type(error).__name__}: {error}). Return something picklable "

@@ -161,9 +161,7 @@ def reduce_bulk(value: Any, parts: OutOfBand, *, is_portable: bool = False) -> A
     return (is_array and reduce_array(value)) or reduce_data(value, parts)
 
 
-def seal(
-    objects: object, recorder: Recorder | None
-) -> tuple[SealedSegment, tuple[int, int, int], bool]:
+def seal(objects: object, recorder: Recorder | None) -> tuple[SealedSegment, tuple[int, int, int]]:
     """Pickle objects into a segment.
 
     Standard pickle is tried first: it refers to functions and classes by name. cloudpickle is used
@@ -175,8 +173,8 @@ def seal(
             processes with another main file, so that what is defined in ours is pickled by value.
 
     Returns:
-        The segment; the offsets of the table of buffers and of the pickle, and the pickle's length,
-        in bytes; and whether cloudpickle was used.
+        The segment; and the offsets of the table of buffers and of the pickle, and the pickle's
+        length, in bytes.
     """
     reduce = functools.partial(reduce_bulk, is_portable=recorder is None)
     reducers = {} if recorder is None else reducers_of_multiprocessing(with_torch=True)
@@ -184,8 +182,7 @@ def seal(
     if main_is_importable():
         with contextlib.suppress(*PICKLE_ERRORS):
             body, parts = dump(objects, reduce, reducers, least_bytes=BULK_BYTES)
-    by_value = body is None or (recorder is None and b"__main__" in body)
-    if by_value:
+    if body is None or (recorder is None and b"__main__" in body):
         if recorder is not None:
             recorder.descriptors.clear()
         body, parts = dump(objects, reduce, reducers, by_value=True, least_bytes=BULK_BYTES)
@@ -193,7 +190,7 @@ def seal(
     with SegmentWriter() as writer:
         table_at = writer.append(pickle.dumps(write_buffers(parts, writer)))
         spans = (table_at, writer.append(body), len(body))
-        return writer.seal(), spans, by_value
+        return writer.seal(), spans
 
 
 def unseal(segment: Segment, spans: tuple[int, int, int]) -> Any:
@@ -213,14 +210,13 @@ class Payload:
     Attributes:
         descriptors: What it refers to by descriptors, which its owner keeps open.
         nbytes: Bytes of the pickle, and of the arrays and tensors beside it.
-        by_value: Whether cloudpickle was used.
     """
 
     def __init__(self, objects: object) -> None:
         recorder = Recorder()
         with spawning(recorder):
             sealed = seal(objects, recorder)
-            self._segment, _, self.by_value = sealed
+            self._segment = sealed[0]
             self._handle = pickle.dumps(sealed)
         self.descriptors, self.nbytes = recorder.descriptors, self._segment.nbytes
 
@@ -248,8 +244,6 @@ class Payload:
 class ForkedPayload:
     """The payload of forked workers: the objects themselves."""
 
-    by_value = False
-
     def __init__(self, objects: object) -> None:
         self._objects = objects
 
@@ -262,17 +256,15 @@ class ForkedPayload:
 
 
 class ReceivedPayload:
-    """A payload in a worker. ``by_value`` is set by :meth:`load`."""
+    """A payload in a worker."""
 
     def __init__(self, handle: bytes, descriptors: list[int]) -> None:
         self._handle, self._descriptors = handle, descriptors
-        self.by_value = False
 
     def load(self) -> Any:
         """Unpickle the objects. Called once. Raises what the user's objects raise."""
         PROCESS.received = self._descriptors
-        segment, spans, self.by_value = pickle.loads(self._handle)
-        return unseal(segment, spans)
+        return unseal(*pickle.loads(self._handle))
 
     def close(self) -> None:
         """Close the descriptors instead of loading."""
@@ -324,26 +316,24 @@ class PayloadHandle(NamedTuple):
         digest: Digest of the contents.
         segment: A pickled handle of the segment, for processes of the same machine.
         spans: Where the table of buffers and the pickle lie in the segment.
-        by_value: Whether cloudpickle was used; batches may need it, too.
     """
 
     digest: bytes
     segment: bytes
     spans: tuple[int, int, int]
-    by_value: bool
 
 
 class PortablePayload:
     """Objects pickled for any process. Its owner closes it; each task carries its ``handle``."""
 
     def __init__(self, objects: object) -> None:
-        self._segment, spans, by_value = seal(objects, None)
+        self._segment, spans = seal(objects, None)
         self.nbytes = self._segment.nbytes
         self._path = f"/proc/self/fd/{self._segment.file.fileno()}"
         with Path(self._path).open("rb") as file:
             file.seek(TOKEN_BYTES)
             digest = hashlib.file_digest(file, "blake2b").digest()
-        self.handle = PayloadHandle(digest, pickle.dumps(self._segment), spans, by_value)
+        self.handle = PayloadHandle(digest, pickle.dumps(self._segment), spans)
 
     def contents(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """Return a copy of the segment's bytes, which can be sent to another machine."""

@@ -158,8 +158,7 @@ def _examine(name: str) -> tuple[str, dict[str, str], dict[str, str], list[dict[
     elif method != "none":
         try:
             with contextlib.closing(Payload(tuple(roots.values()))) as payload:
-                how = ", by cloudpickle" if payload.by_value else ""
-                rows["pickle"] = f"{size(payload.nbytes)}{how}; sent once for all workers"
+                rows["pickle"] = f"{size(payload.nbytes)}; sent once for all workers"
         except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
             part = find_unpicklable([*roots.values()], [*roots])
             path, value = part or ("the arguments of the loader", loader)

@@ -330,17 +330,15 @@ class PickledLayout(NamedTuple):
     order: tuple[int, ...]
 
 
-def pickle_batch(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+def pickle_batch(batch: object) -> tuple[bytes, OutOfBand]:
     """Pickle a batch. Returns the pickle, and what lies outside it. May raise anything.
 
-    With ``by_value``, cloudpickle is tried where pickle cannot import a class or function.
+    cloudpickle is tried where pickle cannot import a class or function.
     """
     reducers = reducers_of_multiprocessing(with_torch=False)
     try:
         return dump(batch, reduce_data, reducers)
-    except Exception:
-        if not by_value:
-            raise
+    except PICKLE_ERRORS:
         return dump(batch, reduce_data, reducers, by_value=True)
 
 

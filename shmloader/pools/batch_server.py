@@ -127,16 +127,16 @@ class BatchServer:
         It is sent as a pickle if it is too long, or if states are taken rarely: they may be large,
         and the pages of every slot that once held one would stay.
         """
-        writer, config, by_value = self.writer, self._tasks.config, self.dataset.by_value
+        writer, config = self.writer, self._tasks.config
         if os.getpid() != writer.pid:
             os._exit(1)
         start = writer.used_bytes
         if config.is_iterable and config.snapshot_every >= _RARE:
-            return dumps_state(saved, by_value=by_value)
+            return dumps_state(saved)
         try:
-            dump_state(saved, writer, by_value=by_value)
+            dump_state(saved, writer, lambda: writer.rewind(start))
         except SharedMemoryError:
-            return dumps_state(saved, by_value=by_value)
+            return dumps_state(saved)
         return messages.InSlot(writer.slot.slot_id, start, writer.used_bytes - start)
 
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
@@ -171,7 +171,7 @@ class BatchServer:
                     for one in batch
                 ]
         if flat is None:
-            pickled = pickle_or_explain(batch, by_value=self.dataset.by_value)
+            pickled = pickle_or_explain(batch)
             layout = write_batch(pickled, self.writer, spill_bytes=messages.INLINE_BYTES // 2)
         elif flat is self._last_flat_layout:
             return None

@@ -193,7 +193,7 @@ class _Maker:
             introduce(number, worker_count, seed_worker(base_seed, number), dataset, init_fn)
             self._info = torch_worker._worker_info
             self._dataset = WorkerDataset(FetchConfig(*fields), number, where, None, Timer())
-            self._dataset.open(dataset, collate_fn, on_error, by_value=payload.by_value)
+            self._dataset.open(dataset, collate_fn, on_error)
             self.close = self._dataset.close
 
     @contextlib.contextmanager
@@ -223,14 +223,14 @@ class _Maker:
         def make() -> tuple[Any, ...]:
             with explained_missing():
                 batch = dataset.load(pickle.loads(indices), epoch)
-            return pack_batch(batch, by_value=dataset.by_value)
+            return pack_batch(batch)
 
         dataset.timer.begin()
         with self._as_worker():
             return _pack(make_answer(dataset, make, self._where))
 
 
-def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:
+def pack_batch(batch: object) -> tuple[Any, ...]:
     """Return a batch as a pickle and arrays: the arguments of :func:`unpack_batch`.
 
     The arrays are copies, because an executor may send them later than the next batch is made.
@@ -238,7 +238,7 @@ def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:
     Raises:
         TypeError: If part of the batch cannot be pickled; names that part.
     """
-    body, parts = pickle_or_explain(batch, by_value=by_value)
+    body, parts = pickle_or_explain(batch)
     arrays = [np.empty(0, np.uint8)]
 
     def put(address: int, nbytes: int) -> int:

@@ -274,7 +274,6 @@ class _Worker:
     # The client that was served last: the dataset is in its epoch.
     _served: _Client | None = None
     _dataset: Any = None
-    _by_value = False
     _error: RemoteError | None = None
 
     def __init__(self, start: WorkerStart, channel: socket.socket) -> None:
@@ -373,7 +372,6 @@ class _Worker:
             # After loading, since modules that it imports may seed the generators or draw.
             seed = seed_worker(start.base_seed, start.worker_id)
             introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
-            self._by_value = payload.by_value
         except BaseException:  # noqa: BLE001 - it answers every task
             self._error = RemoteError.caught(f"in DataLoader worker process {start.worker_id}")
         return functions
@@ -385,8 +383,7 @@ class _Worker:
         try:
             if error is None:
                 collate_fn, on_error = functions.load()
-                by_value = self._by_value or functions.by_value
-                server.dataset.open(self._dataset, collate_fn, on_error, by_value=by_value)
+                server.dataset.open(self._dataset, collate_fn, on_error)
         except BaseException:  # noqa: BLE001 - it answers every task of the client
             error = RemoteError.caught(server.where)
         if error is not None:

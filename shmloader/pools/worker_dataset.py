@@ -4,7 +4,6 @@ It runs in a worker process, or in a process of an executor, on the thread that 
 the user's code raises while the dataset is made ready or resumed answers every task of the epoch.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -39,7 +38,6 @@ class WorkerDataset:
 
     Attributes:
         error: The answer to every task, if the dataset could not be made ready or resumed.
-        by_value: Whether cloudpickle has pickled it, which states and batches may need, too.
         has_report: Whether bad samples are reported.
         is_lost: Whether the dataset could not be resumed.
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
@@ -53,7 +51,7 @@ class WorkerDataset:
             that worker was doing.
     """
 
-    by_value = has_report = is_lost = is_ready = has_ended = False
+    has_report = is_lost = is_ready = has_ended = False
     error: RemoteError | None = None
     fingerprint: int | None = None
     _maker: BatchMaker | None = None
@@ -86,10 +84,9 @@ class WorkerDataset:
         # Where the dataset is resumed.
         self._checkpoint = Checkpoint()
 
-    def open(self, dataset: Any, collate_fn: Any, on_error: OnError, *, by_value: bool) -> None:
+    def open(self, dataset: Any, collate_fn: Any, on_error: OnError) -> None:
         """Take the dataset, after ``worker_init_fn``, and the functions."""
         self._dataset, self._collate_fn, self._on_error = dataset, collate_fn, on_error
-        self.by_value = by_value
         is_raised = on_error == "raise" or self._config.is_iterable
         self.has_report = self._config.reads or not is_raised
         if not self._config.is_iterable:
@@ -126,8 +123,7 @@ class WorkerDataset:
     def next_beginning(self) -> Checkpoint:
         """Return the checkpoint with which an epoch that starts now would begin."""
         config = self._config
-        dump = functools.partial(dumps_state, by_value=self.by_value)
-        snapshot = save_dataset(self._dataset, dump) if config.snapshot_every else None
+        snapshot = save_dataset(self._dataset, dumps_state) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
         return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ())
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import socket
+import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,23 +49,21 @@ def main_is_a_file(monkeypatch):
 
 
 def test_pickle_refers_to_importable_objects_by_name():
-    payload = Payload((double, functools.partial(double, 3), Squares))
-    assert not payload.by_value
-    payload.close()
+    assert received((double, Squares)) == (double, Squares)
 
 
-@pytest.mark.parametrize("objects", [lambda: 0, {"closure": adder(3)}, type("Local", (), {})()])
-def test_cloudpickle_sends_other_objects_by_value(objects):
-    payload = Payload(objects)
-    assert payload.by_value
-    payload.close()
+@pytest.mark.parametrize("function", [lambda: 3, functools.partial(adder(3), 0)])
+def test_cloudpickle_sends_other_objects_by_value(function):
+    assert received(function)() == 3
 
 
 def test_where_main_has_no_file_cloudpickle_comes_first(monkeypatch):
     monkeypatch.setattr(payload_module, "main_is_importable", lambda: False)
-    payload = Payload(double)
-    assert payload.by_value
-    payload.close()
+    monkeypatch.setattr(double, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
+    found = received(double)
+    assert found is not double
+    assert found(3) == 6
 
 
 LOCK = threading.Lock()
@@ -165,19 +164,16 @@ def test_cloudpickle_does_not_forget_multiprocessing_s_reducers():
     # By itself it would refuse, since nothing is being spawned.
     with pytest.raises(RuntimeError, match="should only be shared"):
         cloudpickle.dumps(lock)
-    payload = Payload((lock, lambda: 0))
-    assert payload.by_value
-    payload.close()
+    Payload((lock, lambda: 0)).close()
 
 
 ANSWER_S = 60
 BULK = 16 << 20
 
 
-def received(objects, *, by_value=False):
+def received(objects):
     """Load a payload as a worker does, but in this process, which maps the memory again."""
     payload = Payload(objects)
-    assert payload.by_value is by_value
     try:
         return sent(payload).load()
     finally:
@@ -210,7 +206,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_come_out_as_they_went_in(kind, by_value):
     objects = (KINDS[kind], (lambda: 0) if by_value else None)
-    found = received(objects, by_value=by_value)[0]
+    found = received(objects)[0]
     assert_same(found, pickle.loads(pickle.dumps(KINDS[kind], protocol=4)))
     if isinstance(found, np.ndarray):
         assert found.flags.writeable

@@ -41,9 +41,8 @@ class Bench:
     def lend(self):
         return self.mapped().lend(self.ended.append)
 
-    def encode(self, batch, *, by_value=False, spill_bytes=SPILL_BYTES) -> PickledLayout:
-        pickled = pickle_batch(batch, by_value=by_value)
-        return write_batch(pickled, self.writer, spill_bytes=spill_bytes)
+    def encode(self, batch, *, spill_bytes=SPILL_BYTES) -> PickledLayout:
+        return write_batch(pickle_batch(batch), self.writer, spill_bytes=spill_bytes)
 
     def decode(self, layout: PickledLayout, *, lent: bool):
         return PickledReader(layout).read(self.mapped(), self.lend() if lent else None)

@@ -107,7 +107,7 @@ def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -
     monkeypatch.setattr(PROCESS.tasks, "makers", collections.OrderedDict())
 
     def make(loader: int) -> None:
-        payload = PayloadHandle(b"-", b"", (0, 0, 0), False)
+        payload = PayloadHandle(b"-", b"", (0, 0, 0))
         executor_task._find_maker(loader, payload, loader, 0, "", None)
 
     most = executor_task.KEPT

@@ -23,14 +23,14 @@ def _batch() -> dict[str, Any]:
 
 
 def test_arrays_that_come_are_not_copied_again() -> None:
-    body, order, arrays, starts = pack_batch(torch.zeros(100_000), by_value=False)
+    body, order, arrays, starts = pack_batch(torch.zeros(100_000))
     batch: Any = unpack_batch(body, order, arrays, starts)
     assert batch.data_ptr() == arrays[0].ctypes.data
 
 
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_a_batch_can_be_changed_and_is_aligned_whatever_the_executor_gives(is_read_only) -> None:
-    body, order, arrays, starts = pack_batch(_batch(), by_value=False)
+    body, order, arrays, starts = pack_batch(_batch())
     given = []
     for array in arrays:
         odd = np.empty(array.nbytes + 1, np.uint8)[1:]
@@ -46,6 +46,6 @@ def test_a_batch_can_be_changed_and_is_aligned_whatever_the_executor_gives(is_re
 
 def test_what_the_next_batch_overwrites_is_not_sent() -> None:
     kept = torch.zeros(3)
-    packed = pack_batch(kept, by_value=False)
+    packed = pack_batch(kept)
     kept += 1
     assert_same(unpack_batch(*packed), torch.zeros(3))
