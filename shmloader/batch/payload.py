@@ -154,8 +154,7 @@ def reduce_bulk(value: Any, parts: OutOfBand, *, is_portable: bool = False) -> A
             if value.layout is torch.strided and (value.is_shared() or value.device.type != "cpu"):
                 return NotImplemented
             return reduce_tensor(value) or reduce_data(value, parts)
-    storage = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
-    if not is_portable and isinstance(storage, torch.UntypedStorage) and storage.is_shared():
+    if not is_portable and isinstance(value, torch.UntypedStorage) and value.is_shared():
         return NotImplemented
     is_array = type(value) is np.ndarray and not is_portable
     return (is_array and reduce_array(value)) or reduce_data(value, parts)

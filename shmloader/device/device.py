@@ -32,11 +32,19 @@ from shmloader.device.stage import Stage, all_tensors, is_small, map_tensors, pi
 from shmloader.grammar import size
 from shmloader.interruptions import probe
 from shmloader.memory.arena import Slot
-from shmloader.memory.pickled import sparse_parts
 
 # Before a further batch is copied to the device, the stage waits for the user's work on all batches
 # except the last two: the user is taking one of these, and still uses the other.
 _BATCHES_IN_USE = 2
+
+# The methods that return the plain tensors of a sparse one.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 class PageLocks:
@@ -355,4 +363,6 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names = tensor.__tensor_flatten__()[0]
         return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
-    return [tensor] if tensor.layout is torch.strided else sparse_parts(tensor)
+    if tensor.layout is torch.strided:
+        return [tensor]
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]

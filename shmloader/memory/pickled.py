@@ -29,15 +29,6 @@ from shmloader.memory.writer import SlotWriter
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 
-# The methods that return the plain tensors of a sparse one.
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
 # Stands for the bytes of a storage in a pickle. It is writable, since for a read-only buffer pickle
 # would make a read-only view of what replaces it.
 _MARK = pickle.PickleBuffer(bytearray())
@@ -186,7 +177,13 @@ def dump(
 
 def load(body: Any, buffers: Sequence[Any], order: Sequence[int]) -> Any:
     """Unpickle a body, with the buffers that lie outside it. The user's objects may raise."""
-    return pickle.loads(body, buffers=[buffers[index] for index in order])
+    # torch keeps each sparse tensor that is unpickled until its next torch.load(), to check it.
+    kept: list[object] = getattr(torch._utils, "_sparse_tensors_to_validate", [])
+    before = len(kept)
+    try:
+        return pickle.loads(body, buffers=[buffers[index] for index in order])
+    finally:
+        del kept[before:]
 
 
 def reducers_of_multiprocessing(*, with_torch: bool) -> dict[type, Any]:
@@ -208,22 +205,19 @@ def reduce_data(value: Any, parts: OutOfBand) -> Any:
     if kind is torch.UntypedStorage and value.device.type == "cpu":
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
         return operator.attrgetter("storage"), (parts.mark(whole),)
-    if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
-        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
 
 
 def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
-    is_dense = is_plain(tensor)
-    if not is_dense and (tensor.layout not in _SPARSE_PARTS or tensor.device.type != "cpu"):
+    if not is_plain(tensor) and (tensor.layout is torch.strided or not tensor.is_cpu):
         return NotImplemented
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "a tensor that requires grad and is not a leaf cannot be sent to another process. "
             "detach() it in the dataset or collate_fn: autograd does not cross processes."
         )
-    if not is_dense:
-        return _reduce_sparse(tensor)
+    if tensor.layout is not torch.strided:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # of its plain tensors
     return rebuild_tensor, (parts.mark(tensor), *tensor_fields(tensor))
 
 
@@ -240,20 +234,6 @@ def tensor_fields(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(),
         tensor.requires_grad, type(tensor) is torch.nn.Parameter,
     )  # fmt: skip
-
-
-def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
-    """Reduce to dense tensors: torch's own unpickling keeps sparse tensors in a list forever."""
-    grad, tensor = tensor.requires_grad, tensor.detach()
-    is_coo = tensor.layout is torch.sparse_coo
-    about = {"is_coalesced": tensor.is_coalesced()} if is_coo else {"layout": tensor.layout}
-    options = {**about, "requires_grad": grad}
-    return rebuild_sparse, (sparse_parts(tensor), tuple(tensor.shape), options)
-
-
-def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of a sparse one; none for another layout."""
-    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -291,19 +271,6 @@ def rebuild_tensor(
     if requires_grad:
         tensor.requires_grad_()
     return tensor
-
-
-def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) -> torch.Tensor:
-    """Make a sparse tensor. Called by pickle in the receiving process."""
-    is_coo = "is_coalesced" in options
-    make: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
-    tensor: torch.Tensor = make(*parts, shape, check_invariants=False, **options)
-    return tensor
-
-
-def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Make a typed storage."""
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:

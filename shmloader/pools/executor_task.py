@@ -36,7 +36,7 @@ from shmloader.batch.payload import (
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.insight.measurements import pack_work, work_of
 from shmloader.interruptions import Caught, attempt
-from shmloader.memory.pickled import PartialStorage
+from shmloader.memory.pickled import PartialStorage, load
 from shmloader.memory.writer import SlotWriter, install
 from shmloader.pools.answers import Answer, make_answer
 from shmloader.pools.worker_dataset import WorkerDataset, introduce
@@ -272,7 +272,7 @@ def unpack_batch(
             buffers.append(array.data)
         else:
             buffers.append(PartialStorage(torch.from_numpy(array).untyped_storage(), start))
-    return pickle.loads(body, buffers=[buffers[index] for index in order])
+    return load(body, buffers, order)
 
 
 def _writable(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

@@ -60,6 +60,20 @@ def test_a_tensor_brings_only_the_bytes_that_it_spans(bench):
     assert part.tolist() == list(range(1000, 1010))
 
 
+@both_ways
+def test_a_sparse_tensor_holds_its_slot_no_longer_than_the_user_does(bench, lent):
+    """torch keeps what pickle makes of sparse tensors, until it loads a file."""
+    kept = torch._utils._sparse_tensors_to_validate
+    kept.append(None)  # as while a file is loaded
+    expected = torch.ones(LARGE).to_sparse()
+    arrived = bench.send(expected, lent=lent)
+    assert_same(arrived, expected)
+    assert kept == [None]
+    kept.clear()
+    del arrived
+    assert len(bench.ended) == lent
+
+
 def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
     tensor = torch.zeros(3, requires_grad=True) * 2
     with pytest.raises(RuntimeError, match=r"detach\(\) it .*: autograd does not cross processes"):
