@@ -217,7 +217,7 @@ def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
             "detach() it in the dataset or collate_fn: autograd does not cross processes."
         )
     if tensor.layout is not torch.strided:
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # of its plain tensors
+        return tensor.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # of its plain tensors
     return rebuild_tensor, (parts.mark(tensor), *tensor_fields(tensor))
 
 
