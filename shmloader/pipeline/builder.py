@@ -254,7 +254,8 @@ class PipelineBuilder:
                 end. Failed items are left out, counted and listed (:attr:`Pipeline.failures`). If
                 more calls fail, or all of them, ``TooManyFailures`` is raised. By default, the
                 first failure is raised.
-            timeout: Longest wait for an item in seconds; None waits without a limit.
+            timeout: Longest wait for an item in seconds; None waits without a limit. If no item
+                comes in time, ``next()`` raises ``TimeoutError``. Nothing is lost: call it again.
 
         Raises:
             ValueError: If there is no source or no sink, or for wrong arguments.

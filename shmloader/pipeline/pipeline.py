@@ -16,7 +16,7 @@ from shmloader.device.device import OnDevice
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
-from shmloader.pipeline.config import PipelineConfig, check_timeout
+from shmloader.pipeline.config import PipelineConfig
 from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.processes import Executors
 from shmloader.pipeline.source import (
@@ -35,14 +35,12 @@ from shmloader.sampling.hooks import has_own_state
 class Pipeline:
     """A source and a chain of stages that process its items. Made by :meth:`PipelineBuilder.build`.
 
-    Iterate it, or call :meth:`get_item` for each item. Only one thread at a time may use it, except
-    that any thread may call :meth:`stop` and :meth:`stats`. Only one *epoch* (a run through the
-    source) is under way at a time.
+    Iterate it. Only one thread at a time may use it, except that any thread may call :meth:`stop`
+    and :meth:`stats`. Only one *epoch* (a run through the source) is under way at a time.
 
-    Iteration starts the pipeline if it was not started. It then also stops it: at the end, at an
-    error, at a ``break``, and when the iterator is garbage-collected. Between :meth:`start` and
-    :meth:`stop` (or inside :meth:`auto_stop`) threads and worker processes persist from one epoch
-    to the next.
+    Iteration starts the pipeline, and stops it: at the end, at an error, at a ``break``, and when
+    the iterator is garbage-collected. Inside ``with pipeline.auto_stop():`` threads and worker
+    processes persist from one epoch to the next.
 
     The number of items in flight is bounded, whatever the consumer does:
 
@@ -79,9 +77,8 @@ class Pipeline:
         self._flow: Flow | None = None
         # Where the next epoch begins; None for the beginning.
         self._resume_at: Checkpoint | None = None
-        # Whether `start` was called (if not, the iterator that started the pipeline stops it), and
-        # whether the present epoch has an iterator.
-        self._is_kept = self._has_iterator = False
+        # Whether threads and processes persist after an epoch.
+        self._is_kept = False
 
     # The default value, since at the interpreter's end modules are gone before their objects.
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
@@ -91,21 +88,6 @@ class Pipeline:
 
     # Starting and stopping ---------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start threads, worker processes and an epoch, unless an epoch is under way.
-
-        Raises:
-            RuntimeError: If the source is an iterator, and an earlier epoch has used it.
-            ClosedLoaderError: If another thread calls :meth:`stop` meanwhile.
-            OSError: If no process could be started.
-            TypeError, AttributeError, pickle.PicklingError: If the op of a stage on processes
-                cannot be pickled for a start method that needs it.
-        """
-        self._check_process()
-        self._is_kept = True
-        if not self._is_under_way:
-            self._begin()
-
     def _begin(self) -> Flow:
         config, source, is_new = self._config, self._config.source, self._resume_at is None
         if self._flow and is_new and isinstance(source, Iterator | AsyncIterator):
@@ -114,7 +96,7 @@ class Pipeline:
                 "epoch has taken items from it. Give add_source an object whose __iter__ begins "
                 "again, or build a pipeline for each epoch."
             )
-        self._has_iterator, self._pid = False, os.getpid()
+        self._pid = os.getpid()
         try:
             runners = self._executors.make()
             start = None if why_not_resumable(config) else self._next_start()
@@ -157,8 +139,8 @@ class Pipeline:
 
     @contextlib.contextmanager
     def auto_stop(self) -> Iterator[Self]:
-        """Start the pipeline, yield it, and stop it at the end of the ``with`` block."""
-        self.start()
+        """Keep threads and worker processes from epoch to epoch until the end of the block."""
+        self._is_kept = True
         try:
             yield self
         finally:
@@ -166,36 +148,24 @@ class Pipeline:
 
     # Items -------------------------------------------------------------------------------
 
-    def get_item(self, timeout: float | None = None) -> Any:
-        """Return the next item. The pipeline must have been started.
+    def __iter__(self) -> "PipelineIterator":
+        """Return an iterator over a new epoch.
 
-        Args:
-            timeout: Longest wait in seconds; by default the ``timeout`` of ``build``.
+        An epoch that is under way is left: ``next()`` of its iterator raises ``ClosedLoaderError``.
 
         Raises:
-            TypeError, ValueError: If ``timeout`` is not a number of seconds.
-            TimeoutError: If no item comes in time. Nothing is lost. :meth:`stats` shows which
-                stages are busy.
-            EOFError: At the end of the epoch. :meth:`start` begins the next epoch.
-            ClosedLoaderError: If the pipeline was never started, or if the epoch was left or has
-                failed before.
-            WorkerDiedError: If a worker process has died.
-            TooManyFailures: If more calls failed than ``max_failures`` allows.
-            Exception: The exception of an op, with a note that names stage and item. This ends the
-                epoch.
+            RuntimeError: If the source is an iterator, and an earlier epoch has used it.
+            ClosedLoaderError: If another process, or another thread's :meth:`stop`, is in the way.
+            OSError: If no process could be started.
+            TypeError, AttributeError, pickle.PicklingError: If the op of a stage on processes
+                cannot be pickled for a start method that needs it.
         """
-        check_timeout(timeout)
-        if self._flow is None:
-            raise ClosedLoaderError("the pipeline is not started: call start(), or iterate it")
-        try:
-            return self._next(self._flow, timeout)
-        except StopIteration:
-            raise EOFError("the pipeline's epoch is over") from None
-        except EOFError as error:
-            text = "an op raised EOFError, which would look like the end of the epoch"
-            raise RuntimeError(f"{text}: {error}") from error
+        self._check_process()
+        if self._is_under_way:
+            self._leave("another iterator has begun", with_processes=False)
+        return PipelineIterator(self, self._begin())
 
-    def _next(self, flow: Flow, timeout_s: float | None) -> Any:
+    def _next(self, flow: Flow) -> Any:
         """Return the next item, or raise what is to be raised, or StopIteration at the end.
 
         What else leaves this method is an exception from outside, such as a Ctrl-C. If the call
@@ -206,12 +176,12 @@ class Pipeline:
         caller, delivered = threading.get_ident(), flow.delivered
         if flow.taker not in (0, caller):
             raise RuntimeError(
-                "another thread is in next() or get_item() of this pipeline. Only one thread at a "
-                "time may use it: hold a lock around the call."
+                "another thread is in next() of this pipeline. Only one thread at a time may use "
+                "it: hold a lock around the call."
             )
         try:
             flow.taker = caller
-            item = flow.take(self._config.timeout_s if timeout_s is None else timeout_s)
+            item = flow.take(self._config.timeout_s)
             if type(item) is OnDevice:
                 item = self._executors.transfer.deliver(item)
             if flow.is_over:
@@ -252,33 +222,6 @@ class Pipeline:
             self._leave(why, with_processes=False)
         elif self._executors.transfer is not None:
             self._executors.transfer.close()
-
-    def __iter__(self) -> "PipelineIterator":
-        """Return an iterator with the ``timeout`` of ``build``; see :meth:`get_iterator`."""
-        return self.get_iterator()
-
-    def get_iterator(self, timeout: float | None = None) -> "PipelineIterator":
-        """Return an iterator over the epoch that was started, or over a new one.
-
-        A new epoch begins if the present one is over, or if it already has an iterator. ``next()``
-        of that earlier iterator then raises ``ClosedLoaderError``.
-
-        Args:
-            timeout: Longest wait for each item in seconds; by default the ``timeout`` of ``build``.
-
-        Raises:
-            TypeError, ValueError: If ``timeout`` is not a number of seconds.
-            RuntimeError, OSError: As for :meth:`start`.
-        """
-        check_timeout(timeout)
-        self._check_process()
-        if self._has_iterator and self._is_under_way:
-            self._leave("another iterator has begun", with_processes=False)
-        flow = self._flow
-        if flow is None or flow.is_over:
-            flow = self._begin()
-        self._has_iterator = True
-        return PipelineIterator(self, flow, timeout)
 
     # Statistics and states ---------------------------------------------------------------
 
@@ -347,8 +290,8 @@ class Pipeline:
         start = checked_state(self._config, state)
         if self._is_under_way:
             raise RuntimeError(
-                "an epoch of the pipeline is under way. Call load_state_dict() before start(), "
-                "auto_stop() or iteration, or after stop()."
+                "an epoch of the pipeline is under way. Call load_state_dict() before iteration, "
+                "or after stop()."
             )
         source: Any = self._config.source
         if has_own_state(source):
@@ -370,24 +313,29 @@ class Pipeline:
 
 
 class PipelineIterator:
-    """Iterator over the items of one epoch. Made by :meth:`Pipeline.get_iterator`.
+    """Iterator over the items of one epoch."""
 
-    ``next()`` raises the exceptions of :meth:`Pipeline.get_item`, but StopIteration at the end.
-    After a TimeoutError nothing is lost: call ``next()`` again.
-    """
-
-    def __init__(self, pipeline: Pipeline, flow: Flow, timeout: float | None) -> None:
+    def __init__(self, pipeline: Pipeline, flow: Flow) -> None:
         self._pipeline = pipeline
         self._flow = flow
-        self._timeout = timeout
 
     def __iter__(self) -> Self:
         """Return the iterator itself."""
         return self
 
     def __next__(self) -> Any:
-        """Return the next item."""
-        return self._pipeline._next(self._flow, self._timeout)
+        """Return the next item.
+
+        Raises:
+            TimeoutError: If no item comes within the ``timeout`` of ``build``. Nothing is lost:
+                call ``next()`` again. :meth:`Pipeline.stats` shows which stages are busy.
+            ClosedLoaderError: If the epoch was left or has failed before.
+            WorkerDiedError: If a worker process has died.
+            TooManyFailures: If more calls failed than ``max_failures`` allows.
+            Exception: The exception of an op, with a note that names stage and item. This ends the
+                epoch.
+        """
+        return self._pipeline._next(self._flow)
 
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
         if not threads.is_exiting and not self._flow.is_over:

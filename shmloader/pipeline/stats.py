@@ -50,7 +50,7 @@ class PipelineStats:
         stages: The source and all stages, in order.
         items: Items delivered to the consumer.
         elapsed_s: Seconds from the epoch's beginning to its end, or until now.
-        wait_s: Seconds that the consumer waited for items, in ``next()`` or ``get_item()``.
+        wait_s: Seconds that the consumer waited for items, in ``next()``.
     """
 
     __module__ = "shmloader"  # users import it from there

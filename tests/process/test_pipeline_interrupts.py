@@ -68,7 +68,7 @@ def try_at(
             stack.enter_context(pipeline.auto_stop())
         else:  # what the iterator starts, it stops, at the end
             stack.callback(pipeline.stop)
-        items = pipeline.get_iterator(SOON_S)
+        items = iter(pipeline)
         given = [read(next(items)) for _ in range(2 if call == "item" else ITEMS)]
         outcome = interrupt(items.__next__, nth, kind)
         if outcome.where is None:
@@ -83,7 +83,7 @@ def try_at(
             assert kind.__name__ in why or "did not finish" in why, f"{outcome.where}: {why}"
         else:
             assert sorted(given + rest) == everything, f"{outcome.where}: gave {given + rest}"
-        again = [read(item) for item in pipeline.get_iterator(SOON_S)]
+        again = [read(item) for item in pipeline]
         assert sorted(again) == everything, f"{outcome.where}: then gave {again}"
     return became
 
@@ -101,7 +101,7 @@ def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_ends_
 
         def build() -> Any:
             builder = PipelineBuilder().add_source(range(ITEMS))
-            return add_stages(builder, given).add_sink(1).build(num_threads=2)
+            return add_stages(builder, given).add_sink(1).build(num_threads=2, timeout=SOON_S)
 
         # Where not all are tried, each call and kind has others.
         for begin, (call, kind) in enumerate(itertools.product(CALLS, KINDS)):

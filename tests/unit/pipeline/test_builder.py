@@ -75,6 +75,8 @@ class Indexed:
         (lambda: with_source().transfer(1.5), TypeError, ["device", "1.5"]),
         (lambda: with_sink().build(num_threads=0), ValueError, ["num_threads", "=0"]),
         (lambda: with_sink().build(timeout=-1), ValueError, ["timeout", "=-1"]),
+        (lambda: with_sink().build(timeout=float("nan")), ValueError, ["timeout", "=nan"]),
+        (lambda: with_sink().build(timeout="3"), TypeError, ["timeout", "='3'"]),
         (lambda: with_sink().build(max_failures=0.0), ValueError, ["max_failures", "above 0"]),
         (lambda: with_sink().build(max_failures=1.5), ValueError, ["at most 1", "=1.5"]),
         (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
@@ -105,10 +107,11 @@ def test_a_pipeline_shows_whether_an_epoch_is_under_way():
 
     pipeline = with_source().pipe(op).add_sink().build()
     with pipeline.auto_stop():
+        items = iter(pipeline)
         assert repr(pipeline).endswith(", running>")
-        assert list(pipeline) == [1]
+        assert list(items) == [1]
         assert repr(pipeline).endswith(", ended>")
-        pipeline.start()
+        items = iter(pipeline)
     assert repr(pipeline).endswith(", ended: it was stopped>")
     failing = with_source().pipe(fail).add_sink().build()
     with pytest.raises(ValueError, match="no 1"):

@@ -212,20 +212,15 @@ def test_a_slow_item_is_overtaken_or_waited_for(is_async, order):
 
 def test_a_source_that_blocks_holds_up_neither_the_loop_nor_threads():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    pipeline = chain(iter(inbox.get, None), double, double_soon, num_threads=1)
-    with pipeline.auto_stop():
-        for number in range(3):
-            inbox.put(number)
-            assert pipeline.get_item(SOON_S) == 4 * number
-            with pytest.raises(TimeoutError):
-                pipeline.get_item(0.01)
-        inbox.put(None)
-        with pytest.raises(EOFError):
-            pipeline.get_item(SOON_S)
+    items = iter(chain(iter(inbox.get, None), double, double_soon, num_threads=1, timeout=SOON_S))
+    for number in range(3):
+        inbox.put(number)
+        assert next(items) == 4 * number
+    inbox.put(None)
+    assert list(items) == []
 
 
-@pytest.mark.parametrize("is_of_build", [True, False])
-def test_an_iterator_goes_on_after_a_timeout(is_of_build):
+def test_an_iterator_goes_on_after_a_timeout():
     gate = Gate()
 
     def op(number):
@@ -233,8 +228,7 @@ def test_an_iterator_goes_on_after_a_timeout(is_of_build):
             gate.pass_through()
         return number
 
-    pipeline = chain(range(3), op, timeout=0.01 if is_of_build else None)
-    items = pipeline.get_iterator(*([] if is_of_build else [0.01]))
+    items = iter(chain(range(3), op, timeout=0.01))
     taken = []
     while len(taken) < 3:
         try:
@@ -242,17 +236,6 @@ def test_an_iterator_goes_on_after_a_timeout(is_of_build):
         except TimeoutError:
             gate.open()
     assert taken == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]
-)
-def test_a_timeout_that_is_none_is_told_and_consumes_nothing(timeout, error):
-    with chain([1]).auto_stop() as pipeline:
-        for ask in (pipeline.get_item, pipeline.get_iterator):
-            with pytest.raises(error, match="timeout should"):
-                ask(timeout)
-        assert pipeline.get_item() == 1
 
 
 class Bad(LookupError):  # noqa: N818 - as users name theirs
@@ -310,18 +293,6 @@ def test_an_ops_own_exception_is_raised_with_stage_and_item(bad):
         next(items)
 
 
-def test_after_a_failure_get_item_says_so_until_it_is_started_again():
-    pipeline = chain(range(5), bad_at(1))
-    for _ in range(2):
-        pipeline.start()
-        assert pipeline.get_item() == 0
-        with pytest.raises(Bad):
-            pipeline.get_item()
-        with pytest.raises(ClosedLoaderError, match="Bad: no 1"):
-            pipeline.get_item()
-    pipeline.stop()
-
-
 class BadSource:
     def __iter__(self):
         yield 1
@@ -368,20 +339,6 @@ def test_what_a_task_of_an_ops_own_raises_does_not_end_the_loop(kind):
 
     with pytest.raises(RuntimeError, match=f"stage 'op' raised {kind.__name__}"):
         list(chain([1], op, timeout=SOON_S))
-
-
-def test_an_eof_of_an_op_is_not_taken_for_the_end():
-    def op(number):
-        raise EOFError("truncated")
-
-    pipeline = chain([1], op)
-    pipeline.start()
-    with pytest.raises(RuntimeError, match="truncated") as caught:
-        pipeline.get_item()
-    assert type(caught.value.__cause__) is EOFError
-    pipeline.stop()
-    with pytest.raises(EOFError, match="truncated"):
-        list(pipeline)
 
 
 def test_a_coroutine_that_nobody_awaits_is_an_error():
@@ -477,24 +434,6 @@ def test_threads_are_kept_from_epoch_to_epoch_between_start_and_stop():
     with pipeline.auto_stop() as same:
         assert same is pipeline
         assert len({thread for _ in range(3) for thread in pipeline}) == 1
-
-
-def test_an_epoch_that_was_begun_by_get_item_is_gone_on_with_by_an_iterator():
-    pipeline = chain(range(5))
-    pipeline.start()
-    pipeline.start()
-    assert pipeline.get_item() == 0
-    assert list(pipeline) == [1, 2, 3, 4]
-    with pytest.raises(EOFError):
-        pipeline.get_item()
-    pipeline.start()
-    assert pipeline.get_item() == 0
-    pipeline.stop()
-    pipeline.stop()
-    with pytest.raises(ClosedLoaderError, match="it was stopped"):
-        pipeline.get_item()
-    with pytest.raises(ClosedLoaderError, match="not started"):
-        chain(range(5)).get_item()
 
 
 def test_a_second_iterator_leaves_the_firsts_epoch():

@@ -120,11 +120,12 @@ def test_a_stage_that_is_stuck_shows_while_it_is():
             gate.pass_through()
         return number
 
-    pipeline = chain(range(9), same, op)
+    pipeline = chain(range(9), same, op, timeout=0.3)
     with pipeline.auto_stop():
-        assert pipeline.get_item(SOON_S) == 0
+        items = iter(pipeline)
+        assert next(items) == 0
         with pytest.raises(TimeoutError, match=r"within 0.3 seconds\. Nothing is lost"):
-            pipeline.get_item(0.3)
+            next(items)
         found = []
         other = threading.Thread(target=lambda: found.append(pipeline.stats()))
         other.start()
