@@ -55,9 +55,6 @@ class Flow:
     Attributes:
         is_over: Whether no further item comes: after the end, after an exception, or when left.
         over_because: Why it is over, in words; "" at its regular end, or if it is not over.
-        is_waiting: Whether :meth:`take` only waits, so that an exception from outside
-            (``KeyboardInterrupt``, say) loses nothing.
-        taker: The thread that takes an item; 0 if none does. The caller of :meth:`take` sets it.
         delivered: The checkpoint after the item that :meth:`take` returned last; at the end, where
             the next epoch begins. None if there is none.
         measured: The source and all stages, with what measures them. It outlives the epoch.
@@ -97,9 +94,8 @@ class Flow:
         self.first_ns = self.now_ns = clock()
         self.waited_ns = self.item_count = 0
         self.delivered, self._end = reader.start, reader.start
-        self.is_over = self.is_waiting = self._is_waited_for = False
+        self.is_over = self._is_waited_for = False
         self.over_because = ""
-        self.taker = 0
 
     # Changes, from the executors ------------------------------------------------------------
 
@@ -276,9 +272,7 @@ class Flow:
                     "lost: call next() again. The pipeline's stats() show which stages are busy."
                 )
                 return Raised(TimeoutError(text))
-            self.is_waiting = True
             self._wakeup.wait(None if left_s == math.inf else left_s)
-            self.is_waiting = False
         if type(item) is Raised:
             # The interpreter's exit stops pipelines: a daemon must not print that as an exception.
             if not threading.main_thread().is_alive() and threading.current_thread().daemon:

@@ -8,7 +8,6 @@ The module is long because nearly half of it documents the methods.
 import contextlib
 import copy
 import os
-import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self
 
@@ -168,39 +167,26 @@ class Pipeline:
     def _next(self, flow: Flow) -> Any:
         """Return the next item, or raise what is to be raised, or StopIteration at the end.
 
-        What else leaves this method is an exception from outside, such as a Ctrl-C. If the call
-        only waited, nothing is lost. Otherwise the epoch is left, and the pipeline's state is that
-        after the item that was returned before.
+        What else leaves this method is an exception from outside, such as a Ctrl-C. It ends the
+        epoch, and the pipeline's state is that after the item that was returned before.
         """
         self._check_process()
-        caller, delivered = threading.get_ident(), flow.delivered
-        if flow.taker not in (0, caller):
-            raise RuntimeError(
-                "another thread is in next() of this pipeline. Only one thread at a time may use "
-                "it: hold a lock around the call."
-            )
+        delivered = flow.delivered
         try:
-            flow.taker = caller
             item = flow.take(self._config.timeout_s)
             if type(item) is OnDevice:
                 item = self._executors.transfer.deliver(item)
             if flow.is_over:
                 self._end_epoch(flow, flow.over_because)
-            flow.taker = 0
             if item is END:
                 item = Raised(StopIteration())
             if type(item) is not Raised:
                 return item
         except BaseException as interruption:
-            if flow.is_waiting:
-                flow.is_waiting = False
-            else:
-                flow.delivered = delivered
-                name = type(interruption).__name__
-                why = f"it was interrupted by {name} while an item was on its way"
-                flow.leave(why)
-                self._end_epoch(flow, why)
-            flow.taker = 0
+            flow.delivered = delivered
+            why = f"it was interrupted by {type(interruption).__name__}"
+            flow.leave(why)
+            self._end_epoch(flow, why)
             raise
         try:
             raise item.error

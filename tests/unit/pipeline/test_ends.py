@@ -249,9 +249,9 @@ def test_a_waiting_consumer_is_told_when_another_thread_stops():
     stuck.gate.open()
 
 
-def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
+def test_a_ctrl_c_while_the_consumer_waits_ends_the_epoch_with_its_state():
     stuck = Stuck()
-    pipeline = chain(range(3), stuck)
+    pipeline = chain(range(3), lambda number: stuck(number) if number else number)
     main = threading.main_thread().ident
 
     def interrupt():
@@ -260,14 +260,18 @@ def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
         signal.pthread_kill(main, signal.SIGINT)
 
     with pipeline.auto_stop():
+        items = iter(pipeline)
+        assert next(items) == 0
         other = threading.Thread(target=interrupt)
         other.start()
-        items = iter(pipeline)
         with pytest.raises(KeyboardInterrupt):
             next(items)
         other.join(SOON_S)
         stuck.gate.open()
-        assert list(items) == [0, 1, 2]
+        with pytest.raises(ClosedLoaderError, match="interrupted by KeyboardInterrupt"):
+            next(items)
+        pipeline.load_state_dict(pipeline.state_dict())
+        assert list(pipeline) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["shmloader_loop", "shmloader_pipe_1", "shmloader_source_0"])
