@@ -4,8 +4,7 @@ The path of one item::
 
     source ──▶ queue ──▶ stage ──▶ queue ──▶ stage ──▶ … ──▶ sink ──▶ consumer
     (a thread            (jobs on an executor:               (a queue
-    of its own,           threads, the loop,                 of buffer_size)
-    or the loop)          processes)
+    of its own)           threads, the loop, processes)      of buffer_size)
 
 A *flow* is one run through the source. It knows where each item is: in a queue between two stages,
 or in a job, which is one item at one stage. It is pure, and decides which jobs may start. A result

@@ -3,7 +3,6 @@
 The module is long because more than half of it documents the arguments.
 """
 
-import collections.abc
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -77,26 +76,24 @@ class PipelineBuilder:
         """Set the source of the items.
 
         Args:
-            source: An iterable, which is iterated on a thread of its own (it may block), or an
-                async iterable, which is iterated on the event loop. Each epoch iterates it once.
-                If it has ``state_dict()`` and ``load_state_dict()``, or is a sequence, the pipeline
-                can be resumed: see :meth:`Pipeline.state_dict`.
+            source: An iterable, which is iterated on a thread of its own: it may block. Each epoch
+                iterates it once. If it has ``state_dict()`` and ``load_state_dict()``, or is a
+                sequence, the pipeline can be resumed: see :meth:`Pipeline.state_dict`.
             snapshot_every_n_steps: After how many items the source's ``state_dict()`` is called
                 again. With 100, a resumed pipeline reads up to 99 items again, and drops them. With
                 0, it is called only at the beginning and at the end of an epoch.
 
         Raises:
             ValueError: If there is a source already, or ``snapshot_every_n_steps`` is negative.
-            TypeError: If ``source`` is neither iterable nor async iterable, or
-                ``snapshot_every_n_steps`` is not an int.
+            TypeError: If ``source`` is not iterable, or ``snapshot_every_n_steps`` is not an int.
         """
         if self._source is not None:
             raise ValueError("add_source was called before: a pipeline has one source")
-        if not isinstance(source, collections.abc.Iterable | collections.abc.AsyncIterable):
+        if not isinstance(source, Iterable):
             raise TypeError(
-                "the source should be an iterable or an async iterable, but got "
-                f"source={reprlib.repr(source)}. For a dataset with an index, give "
-                "range(len(dataset)), and then pipe(dataset.__getitem__)."
+                f"the source should be an iterable, but got source={reprlib.repr(source)}. For a "
+                "dataset with an index, give range(len(dataset)), and then "
+                "pipe(dataset.__getitem__). For an async one, pipe an async generator function."
             )
         self._snapshot_every = whole_number(
             snapshot_every_n_steps, "snapshot_every_n_steps", minimum=0

@@ -6,7 +6,7 @@ An *op* is the function of a stage.
 import functools
 import inspect
 import types
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import torch
 
 from shmloader.loader.options import describe_source
 
-Source = Iterable[Any] | AsyncIterable[Any]
+Source = Iterable[Any]
 Executor = Literal["thread", "process"]
 OutputOrder = Literal["completion", "input"]
 

@@ -8,7 +8,7 @@ The module is long because nearly half of it documents the methods.
 import contextlib
 import copy
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 from shmloader.device.device import OnDevice
@@ -89,7 +89,7 @@ class Pipeline:
 
     def _begin(self) -> Flow:
         config, source, is_new = self._config, self._config.source, self._resume_at is None
-        if self._flow and is_new and isinstance(source, Iterator | AsyncIterator):
+        if self._flow and is_new and isinstance(source, Iterator):
             raise RuntimeError(
                 f"the pipeline's source, {described_type(source)}, is an iterator, and an earlier "
                 "epoch has taken items from it. Give add_source an object whose __iter__ begins "
@@ -228,7 +228,7 @@ class Pipeline:
 
         The source is resumed by its own state if it has both ``state_dict()`` and
         ``load_state_dict()``. That state is taken and copied after each item (see
-        ``snapshot_every_n_steps`` of :meth:`PipelineBuilder.add_source`), on the thread or the loop
+        ``snapshot_every_n_steps`` of :meth:`PipelineBuilder.add_source`), on the thread
         that iterates the source. A ``collections.abc.Sequence`` is resumed by index.
 
         Stages with more than one item at once need ``output_order="input"``. A generator function

@@ -23,7 +23,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -216,10 +216,8 @@ class Executors:
         if device is not None and self._destination is None:
             self._destination = Destination([device])
         self._make_processes()
-        is_async = not isinstance(config.source, Iterable)
-        read: Any = SourceReader.iterate_async if is_async else SourceReader.iterate
-        source = StageConfig("the source", "source", read, makes_many=True)
-        runners = [(source, self._get("coroutine" if is_async else "source"))]
+        source = StageConfig("the source", "source", SourceReader.iterate, makes_many=True)
+        runners = [(source, self._get("source"))]
         for index, stage in enumerate(config.stages):
             run, made = stage, None
             if stage.kind == "device":

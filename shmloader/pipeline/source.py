@@ -3,15 +3,14 @@
 A source can be resumed
 
 * by its own state, if it has both ``state_dict()`` and ``load_state_dict()``. The state is taken on
-  the thread or the loop that iterates the source, after an item and before the next one is
-  requested. If it is not taken after each item, the items since then are counted, and a resumed
-  epoch reads them again.
+  the thread that iterates the source, after an item and before the next one is requested. If it is
+  not taken after each item, the items since then are counted, and a resumed epoch reads them again.
 * by index, if it is a ``collections.abc.Sequence`` (a list, a range, …).
 """
 
 import copy
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shmloader.grammar import counted, described_type
@@ -55,26 +54,14 @@ class SourceReader:
         if self._read and not self._has_state:
             return map(self._source.__getitem__, range(self._read, len(self._source)))
         items: Iterator[Any] = iter(self._source)
-        self._check_read(sum(1 for _ in itertools.islice(items, self._read)))
-        return items
-
-    async def iterate_async(self) -> AsyncIterator[Any]:
-        """Yield the items that are left. Runs on the event loop."""
-        read, expected = 0, self._read
-        async for item in self._source:
-            read += 1
-            if read > expected:
-                yield item
-        if read < expected:
-            self._check_read(read)
-
-    def _check_read(self, found: int) -> None:
+        found = sum(1 for _ in itertools.islice(items, self._read))
         if found < self._read:
             raise RuntimeError(
                 f"the source yielded {counted(found, 'item')} from its loaded state on, but "
                 f"{self._read} were read when the state was saved. Its data has changed, or its "
                 "load_state_dict() does not restore what its state_dict() returned."
             )
+        return items
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint after the next item. Called where the source has yielded it."""

@@ -17,7 +17,6 @@ SHAPES = {
     "tasks of their own": "builder.pipe(begin_tasks, concurrency=4)",
     "processes": "builder.pipe(abs, executor='process', concurrency=2)",
     "stuck processes": "builder.pipe(stuck, executor='process', concurrency=2)",
-    "an async source": "PipelineBuilder().add_source(AsyncNumbers()).pipe(soon, concurrency=2)",
     "a source that blocks": "PipelineBuilder().add_source(iter(block, 0)).pipe(abs)",
 }
 # Those that yield no items: how many calls are stuck in the end.
@@ -44,7 +43,7 @@ ENDS = {
 }  # fmt: skip
 
 PROGRAM = """
-import asyncio, itertools, os, sys, threading, time
+import asyncio, os, sys, threading, time
 from queue import SimpleQueue
 from shmloader import PipelineBuilder
 
@@ -91,12 +90,6 @@ def block():
 async def begin_tasks(number):
     asyncio.create_task(asyncio.sleep(60))
     return number
-
-class AsyncNumbers:
-    async def __aiter__(self):
-        for number in itertools.count():
-            await asyncio.sleep(0)
-            yield number
 
 def consume(items):
     for _ in items:

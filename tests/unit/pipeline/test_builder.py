@@ -19,6 +19,10 @@ async def coro(item):
     return item
 
 
+async def agen():
+    yield 1
+
+
 FUNCTION, COROUTINE, GENERATOR, ASYNC_GENERATOR = (
     (False, False), (True, False), (False, True), (True, True)
 )  # fmt: skip
@@ -80,6 +84,7 @@ class Indexed:
         (lambda: with_sink().build(max_failures=0.0), ValueError, ["max_failures", "above 0"]),
         (lambda: with_sink().build(max_failures=1.5), ValueError, ["at most 1", "=1.5"]),
         (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
+        (lambda: PipelineBuilder().add_source(agen()), TypeError, ["pipe an async generator"]),
         (
             lambda: PipelineBuilder().add_source([1], snapshot_every_n_steps=-1),
             ValueError,
