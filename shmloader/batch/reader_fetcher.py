@@ -98,7 +98,7 @@ class ReaderFetcher:
         epoch, reader, guard = self._opened.pop(reading.reader, (None, None, None))
         if epoch != reading.epoch:
             if reading.sizes:
-                shards = self._stream.root.shards(reading.epoch, reading.reader)
+                shards = self._stream.shards(reading.epoch, reading.reader)
                 check_sizes(shards, reading.sizes)
             guard = LoaderGuard()
             run = Run(reading.reader, self._stream.readers, reading.epoch, guard)

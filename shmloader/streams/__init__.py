@@ -19,7 +19,6 @@ of each reader.
 
 from shmloader.streams.cache import ShardCache
 from shmloader.streams.columns import ParquetFormat, open_parquet
-from shmloader.streams.fingerprints import fingerprint
 from shmloader.streams.formats import Format, as_format
 from shmloader.streams.hugging_face import from_hf
 from shmloader.streams.jsonl import JsonlFormat, open_jsonl
@@ -31,6 +30,6 @@ from shmloader.streams.tar import TarFormat, open_tar
 
 __all__ = [
     "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
-    "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "mix",
+    "Stream", "TarFormat", "as_format", "from_hf", "mix",
     "open_jsonl", "open_parquet", "open_tar",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shmloader.streams.files import local_path
-from shmloader.streams.formats import reading
 
 #: So many letters are the digest of a group of sizes; one change in 16 million is not seen.
 LETTERS = 4
@@ -25,27 +24,6 @@ _THREADS = 16
 
 # Stands for the size of a file that is not there. That of a remote shard is None.
 _MISSING = -1
-
-
-def fingerprint(shards: Sequence[str]) -> bytes:
-    """Return 16 bytes that depend on the order, the names and the sizes of shards.
-
-    Names are taken without the folder that has all shards, so that this may be moved. For remote
-    shards only the names count: a server would have to be asked for each size. 100,000 local files
-    take less than a second.
-
-    Args:
-        shards: Paths and URLs.
-
-    Raises:
-        ShardError: If a file is not there; names the first one.
-    """
-    sizes = _sizes(shards)
-    if _MISSING in sizes:
-        first = shards[sizes.index(_MISSING)]
-        with reading(first):
-            os.stat(local_path(first) or "")  # noqa: PTH116 - raises why it is not there
-    return _digest(f"{names_digest(shards)}\0{sizes}", 16)
 
 
 def names_digest(shards: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ def mix(
             raise ValueError(f"schedule[{first}] has {unknown[0]!r}, which weights do not have")
         phases.append((first, _shares([later.get(stream, 0) for stream in streams])))
     of_record = (length or token_count) if by == "tokens" else None
-    return Stream(MixRoot(streams, phases, of_record, stop))
+    return Mix(streams, phases, of_record, stop)
 
 
 def _checked(weights: Weights, name: str) -> list[tuple[Stream, float]]:
@@ -114,62 +114,59 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, round(weight / total * _ONE)) if weight else 0 for weight in weights)
 
 
-@dataclass(eq=False, repr=False)
-class MixRoot:
-    """Draws the records of a mix. See :func:`mix` for the arguments."""
+class Mix(Stream):
+    """Draws the records of streams. See :func:`mix` for the arguments."""
 
-    streams: Sequence[Stream]
-    phases: Sequence[Phase]
-    length: Length | None
-    stop: Literal["first", "all"] | int
-
-    def __post_init__(self) -> None:
-        roots = [stream.root for stream in self.streams]
-        self.readers, self.seed, self.store = roots[0].readers, roots[0].seed, roots[0].store
-        self.seeks = all(root.seeks for root in roots)
-        self.repeats = self._is_number or any(stream.repeats for stream in self.streams)
-        self.paths: Sequence[str] = [path for root in roots for path in root.paths]
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        phases: Sequence[Phase],
+        length: Length | None,
+        stop: Literal["first", "all"] | int,
+    ) -> None:
+        first, paths = streams[0], [path for stream in streams for path in stream.paths]
+        seeks = all(stream.seeks for stream in streams)
+        super().__init__(paths, first.readers, first.seed, first.store, seeks)
+        self._streams, self._phases, self._length, self._stop = streams, phases, length, stop
 
     @property
-    def _is_number(self) -> bool:
-        return isinstance(self.stop, int)
+    def repeats(self) -> bool:
+        """Whether a reader reads shards of other readers in later passes of an epoch."""
+        again = isinstance(self._stop, int) or any(stream.repeats for stream in self._streams)
+        return again or super().repeats
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the store, which only the process of the rank uses."""
-        return {**vars(self), "store": None}
-
-    def shards(self, epoch: int, reader: int) -> Sequence[str]:
+    def shards(self, epoch: int, reader: int) -> list[str]:
         """Return the shards of a reader in the first pass of an epoch."""
-        of_each = (stream.root.shards(epoch, reader) for stream in self.streams)
+        of_each = (stream.shards(epoch, reader) for stream in self._streams)
         return list(itertools.chain.from_iterable(of_each))
 
-    def begin(self, run: Run) -> Stage:
+    def _open(self, run: Run) -> Stage:
         """Return the stage that draws the records of a reader."""
         share = functools.partial(share_of, reader=run.reader, readers=run.readers)
-        own = [(share(first), weights) for first, weights in self.phases]
-        end = share(self.stop) if isinstance(self.stop, int) else None
+        own = [(share(first), weights) for first, weights in self._phases]
+        end = share(self._stop) if isinstance(self._stop, int) else None
         sources = list[Stage]()
-        for number, stream in enumerate(self.streams):
+        for number, stream in enumerate(self._streams):
             each = replace(run, source=(*run.source, number))
             sources.append(stream.stage(each))
             if end is not None:
                 sources[-1] = Repeated(sources[-1], each, stream.stage)
-        return Mixed(run, sources, own, self.length, self.stop == "first", end)
+        return Mixed(run, sources, own, self._length, self._stop == "first", end)
 
-    def counts(self, epoch: int) -> list[int]:
-        """Return how many records each reader has; see :class:`shmloader.streams.stream.Root`."""
-        if isinstance(self.stop, int):
-            return [share_of(self.stop, each, self.readers) for each in range(self.readers)]
-        if self.stop == "first" or len(self.phases) > 1:
+    def _source_counts(self, epoch: int) -> list[int]:
+        """Return how many records each reader's lowest stage has in an epoch."""
+        if isinstance(self._stop, int):
+            return [share_of(self._stop, each, self.readers) for each in range(self.readers)]
+        if self._stop == "first" or len(self._phases) > 1:
             raise TypeError(
                 "the number of batches of a mix is known only with stop='all' and no schedule, or "
                 "with a number for stop"
             )
-        counts = [stream.record_counts(epoch) for stream in self.streams]
+        counts = [stream.record_counts(epoch) for stream in self._streams]
         return list(map(sum, zip(*counts, strict=True)))
 
-    def facts(self) -> str:
+    def _source_facts(self) -> str:
         """Return what the order of the records depends on, as a text."""
-        streams = "; ".join(stream.facts() for stream in self.streams)
-        by = "samples" if self.length is None else "tokens"
-        return f"a mix by {by} with stop={self.stop!r} and weights {self.phases} of [{streams}]"
+        streams = "; ".join(stream.facts() for stream in self._streams)
+        by = "samples" if self._length is None else "tokens"
+        return f"a mix by {by} with stop={self._stop!r} and weights {self._phases} of [{streams}]"

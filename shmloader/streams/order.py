@@ -138,7 +138,7 @@ class ReaderOrder(Order):
         self.repeats, self._repeated = -1, 0
         self._board: Board | None = None
         if world_size > 1:
-            store = stream.root.store or store_of_job()
+            store = stream.store or store_of_job()
             name = f"{self._number()}/{self._begun}"
             self._begun += 1
             self._board = Board(store, name, self._facts, range(rank, stream.readers, world_size))
@@ -161,7 +161,7 @@ class ReaderOrder(Order):
     def _number(self) -> str:
         """Return a name of this loader that its loaders on other ranks have as well."""
         facts = digest(self._stream.facts())
-        if self._stream.root.store is not None:
+        if self._stream.store is not None:
             return facts
         if self._loader < 0:
             self._loader = _LOADERS[facts]
@@ -352,10 +352,10 @@ class ReaderOrder(Order):
 
         Of all as well if readers share them in later passes of the epoch.
         """
-        root = self._stream.root
-        if epoch is None or self._stream.repeats:
-            return sizes_digest([root.paths])
-        return sizes_digest(root.shards(epoch, reader) for reader in range(root.readers))
+        stream = self._stream
+        if epoch is None or stream.repeats:
+            return sizes_digest([stream.paths])
+        return sizes_digest(stream.shards(epoch, reader) for reader in range(stream.readers))
 
     def facts(self) -> dict[str, Any]:
         """Return what a state and this loader must have in common, on any number of ranks."""
@@ -366,7 +366,7 @@ class ReaderOrder(Order):
         """Raise ValueError if shards have other sizes than in the state, unless readers do that."""
         sizes = state["sampler"].get("sizes", "")
         if len(sizes) == LETTERS:
-            check_sizes(self._stream.root.paths, sizes)
+            check_sizes(self._stream.paths, sizes)
 
     def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - always in order
         """Return how many batches of all ranks were delivered, as plain values."""

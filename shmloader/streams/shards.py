@@ -3,7 +3,6 @@
 import collections
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -96,37 +95,13 @@ class Shards(Stream):
         is_shuffled = flag(shuffle_shards, "shuffle_shards")
         cache = ShardCache() if cache is None else cache
         seeks = form.seeks and not any(map(is_compressed, found))
-        super().__init__(ShardRoot(found, form, seed, is_shuffled, readers, cache, store, seeks))
+        super().__init__(found, readers, seed, store, seeks)
+        self._form, self._is_shuffled, self._cache = form, is_shuffled, cache
 
-
-def _text_of(path: object) -> str:
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"a shard should be a path or an address, but is {path!r}")
-    return str(path)
-
-
-@dataclass(eq=False, repr=False)
-class ShardRoot:
-    """Opens the shards of a stream. See :class:`Shards` for the arguments."""
-
-    paths: Sequence[str]
-    form: Format
-    seed: int
-    is_shuffled: bool
-    readers: int
-    cache: ShardCache
-    store: Any
-    seeks: bool
-    repeats: bool = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the store, which only the process of the rank uses."""
-        return {**vars(self), "store": None}
-
-    def begin(self, run: Run) -> ShardRecords:
+    def _open(self, run: Run) -> ShardRecords:
         """Return the stage that reads the shards of a reader."""
         order = self._order(run.epoch + run.turn)[run.reader :: self.readers]
-        return ShardRecords(run, self.paths, order, self.form, self.cache)
+        return ShardRecords(run, self.paths, order, self._form, self._cache)
 
     def shards(self, epoch: int, reader: int) -> list[str]:
         """Return the shards of a reader in the first pass of an epoch."""
@@ -135,9 +110,9 @@ class ShardRoot:
     def _order(self, epoch: int) -> Sequence[int]:
         """Return the numbers of the shards in the order of an epoch."""
         count = len(self.paths)
-        return _shuffled(count, self.seed, epoch) if self.is_shuffled else range(count)
+        return _shuffled(count, self.seed, epoch) if self._is_shuffled else range(count)
 
-    def counts(self, epoch: int) -> list[int]:
+    def _source_counts(self, epoch: int) -> list[int]:
         """Return how many records each reader has in an epoch.
 
         Raises:
@@ -148,13 +123,15 @@ class ShardRoot:
 
     @cached_property
     def _shard_counts(self) -> list[int]:
-        if not self.form.seeks:
-            raise TypeError(f"the length of a stream of {self.form!r} is not known without reading")
+        if not self._form.seeks:
+            raise TypeError(
+                f"the length of a stream of {self._form!r} is not known without reading"
+            )
         local = [path for path in map(local_path, self.paths) if path is not None]
         if len(local) < len(self.paths):
             raise TypeError("the length of a stream of remote shards is not known without reading")
         try:
-            return list(map(self.form.count, local))
+            return list(map(self._form.count, local))
         except (ShardError, OSError) as error:
             raise TypeError(f"the length of the stream is not known: {error}") from error
 
@@ -162,13 +139,19 @@ class ShardRoot:
     def _names(self) -> str:
         return names_digest(self.paths)
 
-    def facts(self) -> str:
+    def _source_facts(self) -> str:
         """Return what the order of the records depends on, as a text."""
-        kind = "shuffled" if self.is_shuffled else "in order"
+        kind = "shuffled" if self._is_shuffled else "in order"
         return (
             f"{len(self.paths)} shards ({self._names}) {kind} with seed={self.seed} on "
             f"{self.readers} readers"
         )
+
+
+def _text_of(path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a shard should be a path or an address, but is {path!r}")
+    return str(path)
 
 
 @lru_cache(maxsize=4)

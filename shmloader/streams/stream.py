@@ -1,13 +1,12 @@
 """Streams: what users build of shards, one method after the other. Nothing is read here.
 
-A stream is a description: a root that opens records, and steps over it. A loader gives it to its
+A stream is a description: what opens records, and steps over it. A loader gives it to its
 workers, which begin readers from it (:mod:`shmloader.streams.reader`).
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
@@ -35,42 +34,6 @@ from shmloader.streams.stages import (
 _BLIND = (Mapped, Windowed, Rolling, Taken)
 
 
-class Root(Protocol):
-    """What the lowest stages of a stream's readers read.
-
-    Attributes:
-        readers: Number of readers.
-        seed: Decides the orders.
-        store: The store that ranks share; None for that of the default group.
-        seeks: Whether records are found again without reading those before them.
-        repeats: Whether a reader reads shards of other readers in later passes.
-        paths: All shards.
-    """
-
-    readers: int
-    seed: int
-    store: Any
-    seeks: bool
-    repeats: bool
-    paths: Sequence[str]
-
-    def shards(self, epoch: int, reader: int) -> Sequence[str]:
-        """Return the shards of a reader in the first pass of an epoch."""
-
-    def begin(self, run: Run) -> Stage:
-        """Return the lowest stage of a reader."""
-
-    def counts(self, epoch: int) -> list[int]:
-        """Return how many records each reader has in an epoch.
-
-        Raises:
-            TypeError: If that is not known before they are read.
-        """
-
-    def facts(self) -> str:
-        """Return what the order of the records depends on, as a text."""
-
-
 class Stream(IterableDataset[Any]):
     """A stream of records from shards, and of batches of them.
 
@@ -79,15 +42,52 @@ class Stream(IterableDataset[Any]):
 
     Iterated by itself, or in torch's loader, a stream yields everything in its order; torch's
     workers share its readers, and ranks do not. The loaders of this package divide it for ranks.
+
+    Attributes:
+        paths: All shards.
+        readers: The number of readers. A worker serves several; a rank needs at least one.
+        seed: Decides the orders.
+        store: The store that ranks share; None for that of the default group. Other processes have
+            none.
+        seeks: Whether records are found again without reading those before them.
     """
 
-    def __init__(self, root: Root) -> None:
-        self.root = root
+    def __init__(
+        self, paths: Sequence[str], readers: int, seed: int, store: Any, seeks: bool
+    ) -> None:
+        self.paths, self.readers, self.seed = paths, readers, seed
+        self.store, self.seeks = store, seeks
         self._steps: tuple[Step, ...] = ()
         self._group: Step | None = None
         #: What makes a batch of its records, as a loader calls it; None without batches.
         self.collate: Callable[[Any], Any] | None = None
         self._epoch = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the store, which only the process of the rank uses."""
+        return {**vars(self), "store": None}
+
+    # What the kinds of streams differ in --------------------------------------------------------
+
+    def _open(self, run: Run) -> Stage:
+        """Return the lowest stage of a reader."""
+        raise NotImplementedError
+
+    def _source_counts(self, epoch: int) -> list[int]:
+        """Return how many records each reader's lowest stage has in an epoch.
+
+        Raises:
+            TypeError: If that is not known before they are read.
+        """
+        raise NotImplementedError
+
+    def _source_facts(self) -> str:
+        """Return what the order of the records depends on, as a text."""
+        raise NotImplementedError
+
+    def shards(self, epoch: int, reader: int) -> list[str]:
+        """Return the shards of a reader in the first pass of an epoch."""
+        raise NotImplementedError
 
     # Building ------------------------------------------------------------------------------
 
@@ -125,21 +125,21 @@ class Stream(IterableDataset[Any]):
                 as a compressed one, is read from its beginning for that, and a warning says so.
         """
         count = whole_number(count, "count", minimum=1)
-        if flag(rolling, "rolling") and not self.root.seeks:
+        if flag(rolling, "rolling") and not self.seeks:
             warn_user(
                 "the shards of this stream can be read only from their beginnings, so a rolling "
                 "shuffle is slow to resume. Shuffle without rolling=True, or use uncompressed "
                 "shards of a format that seeks, such as open_tar."
             )
         name, kind = ("rolling_shuffle", Rolling) if rolling else ("shuffle", Windowed)
-        return self._then(name, kind, count, self.root.seed)
+        return self._then(name, kind, count, self.seed)
 
     def repeat(self) -> Self:
         """Begin the shards again after their end, in the order of a further epoch, without end.
 
         A reader ends only after a pass without any record.
         """
-        return self._then("repeat", Repeated, functools.partial(_begin, self.root, self._steps))
+        return self._then("repeat", Repeated, self.stage)
 
     def take(self, count: int) -> Self:
         """Keep the first records of the stream, counted across its readers in turns.
@@ -211,7 +211,7 @@ class Stream(IterableDataset[Any]):
             "pack",
             Packed,
             whole_number(window, "window", minimum=1),
-            self.root.seed,
+            self.seed,
             whole_number(max_tokens, "max_tokens", minimum=1),
             length or token_count,
             too_long,
@@ -232,31 +232,31 @@ class Stream(IterableDataset[Any]):
         return self._with(_steps=(*self._steps, Step(len(self._steps) + 1, name, kind, arguments)))
 
     def _with(self, **changes: Any) -> Self:
-        other = copy.copy(self)
-        vars(other).update(changes)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), **changes)
         return other
 
     # What a loader asks ----------------------------------------------------------------------
 
     @property
-    def readers(self) -> int:
-        """The number of readers. A worker serves several; a rank needs at least one."""
-        return self.root.readers
-
-    @property
     def repeats(self) -> bool:
         """Whether a reader reads shards of other readers in later passes of an epoch."""
-        return self.root.repeats or any(step.kind is Repeated for step in self._steps)
+        return any(step.kind is Repeated for step in self._steps)
 
     @property
     def is_batched(self) -> bool:
         """Whether the stream yields batches."""
         return self._group is not None
 
-    def stage(self, run: Run) -> Stage:
-        """Return the uppermost stage of a reader of records, at its beginning."""
-        stage: Stage = _begin(self.root, self._steps, run)
-        return stage
+    def stage(self, run: Run, steps: Sequence[Step] | None = None) -> Any:
+        """Return the uppermost stage of a reader of records, at its beginning.
+
+        Args:
+            run: The reader.
+            steps: Other steps than those of the stream.
+        """
+        steps = self._steps if steps is None else steps
+        return functools.reduce(lambda stage, step: step.over(stage, run), steps, self._open(run))
 
     def begin(self, run: Run) -> Reader:
         """Return a reader of an epoch, at its beginning."""
@@ -268,7 +268,7 @@ class Stream(IterableDataset[Any]):
                 steps.remove(step)
             elif step.kind not in _BLIND:
                 break
-        return Reader(functools.partial(_begin, self.root, (*steps, group)), late, run)
+        return Reader(functools.partial(self.stage, steps=(*steps, group)), late, run)
 
     def record_counts(self, epoch: int) -> list[int]:
         """Return how many records each reader yields in an epoch, with failed ones.
@@ -276,7 +276,17 @@ class Stream(IterableDataset[Any]):
         Raises:
             TypeError: If that is known only once they have been read.
         """
-        return _counts(self.root, self._steps, epoch)
+        kinds = {step.kind for step in self._steps}
+        if Filtered in kinds:
+            raise TypeError("the number of records that filter() keeps is known only afterwards")
+        if Repeated in kinds:
+            raise TypeError("a stream that is repeated has no length")
+        counts = self._source_counts(epoch)
+        for first, end in (step.arguments for step in self._steps if step.kind is Taken):
+            for reader, count in enumerate(counts):
+                most = count if end is None else min(count, share_of(end, reader, len(counts)))
+                counts[reader] = max(0, most - share_of(first, reader, len(counts)))
+        return counts
 
     def batch_counts(self, epoch: int) -> list[int]:
         """Return how many batches each reader makes in an epoch; records without batches.
@@ -307,7 +317,7 @@ class Stream(IterableDataset[Any]):
     def facts(self) -> str:
         """Return what the order of its batches depends on, but for sizes of shards, as a text."""
         steps = self._steps if self._group is None else (*self._steps, self._group)
-        return f"{self.root.facts()}, {'.'.join(map(str, steps)) or 'records'}"
+        return f"{self._source_facts()}, {'.'.join(map(str, steps)) or 'records'}"
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for the next ``iter()`` of the stream itself; a loader counts its own."""
@@ -335,31 +345,6 @@ class Stream(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.facts()}>"
-
-
-def _begin(root: Root, steps: Sequence[Step], run: Run) -> Any:
-    """Return the uppermost stage of a reader, at its beginning."""
-    return functools.reduce(lambda stage, step: step.over(stage, run), steps, root.begin(run))
-
-
-def _counts(root: Root, steps: Sequence[Step], epoch: int) -> list[int]:
-    """Return how many records each reader yields after these steps."""
-    if not steps:
-        return root.counts(epoch)
-    *below, (_, _, kind, arguments) = steps
-    if kind is Filtered:
-        raise TypeError("the number of records that filter() keeps is known only afterwards")
-    if kind is Repeated:
-        raise TypeError("a stream that is repeated has no length")
-    counts = _counts(root, below, epoch)
-    if kind is not Taken:
-        return counts
-    first, end = arguments
-    taken = []
-    for reader, count in enumerate(counts):
-        most = count if end is None else min(count, share_of(end, reader, len(counts)))
-        taken.append(max(0, most - share_of(first, reader, len(counts))))
-    return taken
 
 
 def _apply_both(first: Callable[[Any], Any], then: Callable[[Any], Any], value: Any) -> Any:

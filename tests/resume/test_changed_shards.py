@@ -187,3 +187,20 @@ def test_a_run_that_goes_on_looks_only_at_the_shards_of_the_readers_that_it_begi
         assert len(set(looked) & set(map(str, files))) == 5 * steps
     list(iterator)
     assert len([path for path in looked if path in set(map(str, files))]) == 20
+
+
+@pytest.mark.parametrize("count", [3, 2500], ids=["few", "as many as threads look at"])
+def test_shards_may_be_moved_as_a_whole_and_not_change(tmp_path, count):
+    def digests(folder):
+        shards = [str(folder / f"{number}.tar") for number in range(count)]
+        return fingerprints.names_digest(shards), fingerprints.sizes_digest([shards])
+
+    first = tmp_path / "a"
+    first.mkdir()
+    for number in range(count):
+        (first / f"{number}.tar").write_bytes(bytes(number % 7))
+    names, sizes = digests(first)
+    moved = first.rename(tmp_path / "b")
+    assert digests(moved) == (names, sizes)
+    (moved / f"{count - 1}.tar").write_bytes(bytes(9))
+    assert digests(moved)[1] != sizes

@@ -142,7 +142,6 @@ def test_states_and_epochs_count_no_records(num_workers, tmp_path, monkeypatch):
     with make_loader() as loader:
         loader.load_state_dict(state)
         assert [batch for batch in loader] == rest  # noqa: C416 - list() asks for the length
-    assert not list(tmp_path.glob("*.shmidx"))
 
 
 def refuse_to_count(self, path):
