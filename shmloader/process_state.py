@@ -28,7 +28,6 @@ exists for the tests.
 ``segments``            the segments that this process has mapped, by their tokens
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep
-``file_locks``          locks on cached shards: a forked child closes its copies of the descriptors
 ``exporters``           for each registry of Prometheus, what exports loaders to it
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
@@ -110,7 +109,6 @@ class ProcessState:
         self.segments: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         self.slot_writer: Any = None
         self.tasks = Tasks()
-        self.file_locks: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exporters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.installation: Any = None
 
@@ -135,11 +133,6 @@ class ProcessState:
         for meeting in list(self.meetings):
             meeting.close()
 
-    def leave_file_locks(self) -> None:
-        """Close the locks in a forked child, which must not keep them for its parent."""
-        for lock in list(self.file_locks):
-            lock.close()
-
     def leave_groups(self) -> None:
         """Leave the workers to the parent. Called in a forked child."""
         for group in list(self.worker_groups):
@@ -158,7 +151,6 @@ for _hook in (
     PROCESS.tasks.forget,
     PROCESS.close_pipes,
     PROCESS.leave_meetings,
-    PROCESS.leave_file_locks,
     PROCESS.leave_groups,
 ):
     os.register_at_fork(after_in_child=_hook)

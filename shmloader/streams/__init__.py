@@ -22,14 +22,13 @@ from shmloader.streams.columns import ParquetFormat, open_parquet
 from shmloader.streams.formats import Format, as_format
 from shmloader.streams.hugging_face import from_hf
 from shmloader.streams.jsonl import JsonlFormat, open_jsonl
-from shmloader.streams.locks import Lease
 from shmloader.streams.mix import mix
 from shmloader.streams.shards import Shards
 from shmloader.streams.stream import Stream
 from shmloader.streams.tar import TarFormat, open_tar
 
 __all__ = [
-    "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
+    "Format", "JsonlFormat", "ParquetFormat", "ShardCache", "Shards",
     "Stream", "TarFormat", "as_format", "from_hf", "mix",
     "open_jsonl", "open_parquet", "open_tar",
 ]  # fmt: skip

@@ -1,23 +1,24 @@
 """Remote shards on the disk of this machine, shared by its processes, up to a number of bytes.
 
-A folder has three kinds of files for a shard, whose names have a digest of its URL:
+A folder has the shards, whose names begin with a digest of their URLs, and 64 locks. A shard
+belongs to one of these, ``.lock-<number>``. The process that downloads the shard holds the lock,
+and writes to ``.part-<number>``, which it renames in the end. Others wait for the lock, and then
+find the shard.
 
-* ``<digest>-<name>``, the whole shard. A process that reads it holds a *lease*: a shared lock on
-  its own descriptor of the file. The access time of the file is that of the last lease.
-* ``.lock-<digest>``, exclusively locked by the process that downloads the shard. Others wait for
-  the lock, and then find the shard. The file has no data, but the size that the shard will have.
-* ``.part-<digest>``, what has come so far.
+The kernel drops the locks of a process that ends, however it ends. What a killed process has
+downloaded is overwritten by the next one that takes its lock.
 
-The kernel drops the locks of a process that ends, however it ends: no count can be left wrong, and
-a ``.lock`` file that can be locked says that the part beside it is waste. To make room, a process
-removes the shards whose last lease is the oldest, if it gets their exclusive locks at once. One
-process at a time makes room.
+The access time of a shard is that of its last use. To make room, the shards whose last use is the
+oldest are removed, but none that was used just now: its reader may not have opened it. A reader
+that has a shard open can read it to the end.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,25 @@ from urllib.parse import urlsplit
 
 from shmloader.errors import ShardError
 from shmloader.grammar import size
-from shmloader.sampling.arguments import whole_number
+from shmloader.process_state import PROCESS
 from shmloader.streams.download import NO_SPACE, download
 from shmloader.streams.files import local_path
 from shmloader.streams.index import SUFFIX, cache_folder
-from shmloader.streams.locks import Lease, exclusive, exclusive_if_free, shared
-from shmloader.streams.prefetching import Prefetcher
+from shmloader.threads import BackgroundThread
 
-_LOCK, _PART, _ROOM = ".lock-", ".part-", ".room"
+_LOCK, _LOCK_COUNT = ".lock-", 64
 _LONGEST_NAME = 100
+
+# A process downloads so many shards ahead at a time.
+_MOST_PREFETCHES = 2
+
+# A shard is not removed for so long after its last use. Its reader opens it within milliseconds, or
+# after it has made the index.
+_KEPT_S = 60.0
 
 
 class ShardCache:
-    """Brings shards to this machine when they are opened, and keeps the last ones.
+    """Brings shards to this machine when they are read, and keeps the last ones.
 
     All processes of a machine that name the same folder share the shards, and download each once.
     An object can be pickled, and used by any process and thread, also after a fork.
@@ -45,13 +52,12 @@ class ShardCache:
     Args:
         directory: The folder, on a disk of this machine; None for ``shmloader/shards`` in the
             user's cache folder.
-        limit: The most bytes that shards take together. Shards that are open or being downloaded
-            are not removed, so they may take more. A single shard may be larger than the limit.
+        limit: The most bytes that shards take together. Shards that are being downloaded, and those
+            of the last minute, come on top. A single shard may be larger than the limit.
         storage_options: Arguments for fsspec's file systems, such as credentials.
-        threads: The most shards that :meth:`prefetch` downloads at a time in this process.
 
     Raises:
-        ValueError: If the limit is negative, or there is no thread.
+        ValueError: If the limit is negative.
         TypeError: If the limit is no number.
     """
 
@@ -60,7 +66,6 @@ class ShardCache:
         directory: "str | os.PathLike[str] | None" = None,
         limit: int = 10 * 2**30,
         storage_options: Mapping[str, Any] | None = None,
-        threads: int = 2,
     ) -> None:
         if not isinstance(limit, float | int):
             raise TypeError(f"limit should be a number of bytes, but is {limit!r}")
@@ -68,46 +73,48 @@ class ShardCache:
             raise ValueError(f"limit should be a number of bytes, but is {limit}")
         self.directory = Path(directory or cache_folder() / "shards").absolute()
         self.limit, self.storage_options = limit, dict(storage_options or {})
-        self._prefetcher = Prefetcher(whole_number(threads, "threads", minimum=1))
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.directory)!r}, limit={self.limit})"
 
-    def open(self, url: str) -> Lease:
-        """Return a lease of a shard, which is downloaded if it is not here.
+    def path(self, url: str) -> str:
+        """Return the path of a shard, which is downloaded if it is not here.
 
-        Waits for another process that downloads the same shard. A path, or a URL of the scheme
-        ``file``, is taken as it is: nothing is copied or looked at.
+        Open it within a minute: then it can be read for as long as that takes. Waits for another
+        process that downloads the same shard. A path, or a URL of the scheme ``file``, is taken as
+        it is: nothing is copied or looked at.
 
         Raises:
-            ShardError: If the shard is not there, if the network fails several times in a row, or
-                if the disk is full.
+            ShardError: If the network fails several times in a row, or if the disk is full.
             ImportError: If fsspec is not installed, or what it needs for such a URL.
         """
         if (local := local_path(url)) is not None:
-            return Lease(local)
+            return local
         place = self._place(url)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if (lease := shared(place)) is not None:
-                return lease
-            with exclusive(self._beside(place, _LOCK)) as lock:
-                try:
-                    # Another process may have downloaded it while this one waited.
-                    return shared(place) or self._download(url, place, lock)
-                finally:
-                    lock.remove()
+            if not _use(place):
+                number = int(place.name[:8], 16) % _LOCK_COUNT
+                with _locked(self.directory / f"{_LOCK}{number:02}"):
+                    if not _use(place):  # another process may have downloaded it meanwhile
+                        self._download(url, self.directory / f".part-{number:02}", place)
         except OSError as error:
             raise self._unusable(url, error) from error
+        return str(place)
 
     def prefetch(self, url: str) -> None:
         """Begin to download a shard on a thread of this process, and return.
 
-        Does nothing if many are waiting already. An error is not raised here: :meth:`open` tries
-        again.
+        Does nothing if this process downloads two shards ahead already. An error is not raised
+        here: :meth:`path` tries again.
         """
-        if local_path(url) is None and not self._place(url).exists():
-            self._prefetcher.add(url, lambda url: self.open(url).close())
+        threads = list(PROCESS.threads.live)
+        if (
+            local_path(url) is None
+            and not self._place(url).exists()
+            and sum(type(thread) is _Prefetch for thread in threads) < _MOST_PREFETCHES
+        ):
+            _Prefetch(self, url).start()
 
     def _unusable(self, url: str, error: OSError) -> ShardError:
         problem = (
@@ -127,62 +134,65 @@ class ShardCache:
         name = re.sub(r"[^\w.-]", "_", urlsplit(url).path.rpartition("/")[2])
         return self.directory / f"{digest}-{name[-_LONGEST_NAME:]}"
 
-    def _beside(self, place: Path, kind: str) -> Path:
-        return self.directory / (kind + place.name.partition("-")[0])
-
-    def _download(self, url: str, place: Path, lock: Lease) -> Lease:
-        part = self._beside(place, _PART)
-
-        def reserve(size: int | None) -> None:
-            try:
-                self._make_room(size or 0, lock)
-            except OSError as error:
-                raise self._unusable(url, error) from error
-
+    def _download(self, url: str, part: Path, place: Path) -> None:
         try:
-            download(url, part, self.storage_options, reserve)
-            lease = shared(part)  # before another process can find it
-            assert lease is not None
+            download(url, part, self.storage_options)
             part.replace(place)
-            lease.path = str(place)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        self._make_room(0, lock)  # the size may not have been known
-        return lease
+        self._make_room()
 
-    # Room -----------------------------------------------------------------------------------
-
-    def _make_room(self, size: int, lock: Lease) -> None:
-        """Remove shards until so many bytes more are allowed, and reserve these with the lock."""
-        with exclusive(self.directory / _ROOM):
-            lock.reserve(size)
-            files = list(self._files())
-            total = sum(status.st_size for _, status in files)
-            for path, status in sorted(files, key=lambda file: file[1].st_atime_ns):
-                if total <= self.limit:
-                    break
-                if _is_shard(path.name) and (lease := exclusive_if_free(path)) is not None:
-                    with lease:
-                        lease.remove()
-                        total -= status.st_size
-
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield what takes or reserves room. Removes what killed processes have left."""
-        for path in list(self.directory.iterdir()):
-            with contextlib.suppress(FileNotFoundError):
-                if path.name.startswith(_LOCK):
-                    if (lock := exclusive_if_free(path)) is None:
-                        yield path, path.stat()
-                        continue
-                    with lock:
-                        path.with_name(path.name.replace(_LOCK, _PART)).unlink(missing_ok=True)
-                        lock.remove()
-                elif _is_shard(path.name):
-                    yield path, path.stat()
-                elif path.name.endswith(SUFFIX) and not path.with_suffix("").exists():
-                    path.unlink()
+    def _make_room(self) -> None:
+        """Remove the shards that were not used for the longest time, and their indexes."""
+        files = []
+        for path in self.directory.iterdir():
+            if not path.name.startswith(_LOCK) and path.suffix != SUFFIX:
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    files.append((max(status.st_atime, status.st_mtime), status.st_size, path))
+        total = sum(nbytes for _, nbytes, _ in files)
+        for used_s, nbytes, path in sorted(files):
+            if total <= self.limit or used_s > time.time() - _KEPT_S:
+                break
+            path.unlink(missing_ok=True)  # another process may make room, too
+            Path(f"{path}{SUFFIX}").unlink(missing_ok=True)
+            total -= nbytes
 
 
-def _is_shard(name: str) -> bool:
-    return not name.startswith(".") and not name.endswith(SUFFIX)
+def _use(path: Path) -> bool:
+    """Set the access time of a shard to now; return whether the shard is there."""
+    try:
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made. Waits for other threads and processes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        # To close it is not enough: a child that was forked meanwhile has a copy.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+class _Prefetch(BackgroundThread):
+    """Downloads one shard."""
+
+    def __init__(self, cache: ShardCache, url: str) -> None:
+        super().__init__("shmloader-fetch")
+        self._cache, self._url = cache, url
+
+    def work(self) -> None:
+        """Download it. What that raises is dropped."""
+        # A fork does not wait for the network.
+        with self.resting(), contextlib.suppress(Exception):
+            self._cache.path(self._url)

@@ -6,7 +6,7 @@ fsspec is an extra. Only its public interface is used: ``url_to_fs``, ``info`` a
 import errno
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,20 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 # A server that sends nothing for so long has failed. aiohttp's own limit is five minutes a file.
 _SILENCE_S = 60
 
-# What a server refuses for good, apart from these: too slow, too early, too many requests.
-_REFUSED, _LATER = range(400, 500), (408, 425, 429)
 #: What a disk says that is full.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def download(
-    url: str, path: Path, options: Mapping[str, Any], reserve: Callable[[int | None], None]
-) -> None:
+def download(url: str, path: Path, options: Mapping[str, Any]) -> None:
     """Write a file to ``path``.
 
     Args:
         url: What fsspec opens.
         path: Where the file is written. It may be there, and is there in part after an error.
         options: Arguments for the file system.
-        reserve: Called before each try with the size in bytes, or None if that is not known. May
-            raise a ShardError.
 
     Raises:
-        ShardError: If the file is not there, or if the last try failed.
+        ShardError: If the last try failed.
         OSError: If the disk is full.
         ImportError: If fsspec is not installed, or what it needs for this kind of address.
     """
@@ -51,19 +45,17 @@ def download(
         try:
             files, remote = fsspec.url_to_fs(url, **_with_defaults(url, options))
             size = files.info(remote).get("size")
-            reserve(size)
             files.get_file(remote, str(path))
             received = path.stat().st_size
             if size is not None and received != size:
                 raise EOFError(f"{received:,} of {size:,} bytes came")
-        except (ImportError, ShardError):
+        except ImportError:
             raise
         except Exception as error:
             if is_interruption(error) or getattr(error, "errno", None) in NO_SPACE:
                 raise
-            is_final = _is_final(error)
-            if is_final or attempt == ATTEMPTS - 1:
-                raise _failed(url, error, is_final) from error
+            if attempt == ATTEMPTS - 1:
+                raise _failed(url, error) from error
             # Other processes have failed at the same time, and shall not all come back at once.
             wait_s = min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S)
             time.sleep(wait_s * random.SystemRandom().uniform(0.5, 1))
@@ -83,27 +75,12 @@ def _with_defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"client_kwargs": {"timeout": timeout}, "headers": headers, **options}
 
 
-def _is_final(error: BaseException) -> bool:
-    """Return whether another try would fail as well."""
-    cause = error.__cause__
-    for each in (error, cause):
-        if isinstance(status := getattr(each, "status", None), int):
-            return status in _REFUSED and status not in _LATER
-    if not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ValueError):
-        return False
+def _failed(url: str, error: BaseException) -> ShardError:
     # fsspec says that a file is not found also if the server could not be asked.
-    is_network = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
-    return not is_network
-
-
-def _failed(url: str, error: BaseException, is_final: bool) -> ShardError:
-    tries, remedy = f" in {ATTEMPTS} tries", "Check the server and the network"
-    if is_final:
-        tries, remedy = "", "Check the address, and what it needs"
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    cause = isinstance(error, FileNotFoundError) and error.__cause__
     problem = f"{type(cause or error).__name__}: {cause or error}"
     return ShardError(
-        f"shard {url} could not be downloaded{tries} ({problem}). {remedy}, or leave the shard "
-        "out with on_error='skip'",
+        f"shard {url} could not be downloaded in {ATTEMPTS} tries ({problem}). Check the address, "
+        "the server and the network, or leave the shard out with on_error='skip'",
         url,
     )

@@ -1,6 +1,5 @@
 """The lowest stage of a reader: the records of its shards."""
 
-import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ class ShardRecords(Stage):
         self._cache = cache
         self._at = self._number = 0
         self._records: Iterator[Any] | None = None
-        self._held = contextlib.ExitStack()
 
     def __next__(self) -> Item:
         run = self.run
@@ -70,10 +68,10 @@ class ShardRecords(Stage):
         return key, failed
 
     def _open(self, shard: int) -> Iterator[Any]:
-        lease = self._held.enter_context(self._cache.open(self._paths[shard]))
+        path = self._cache.path(self._paths[shard])
         for following in self._order[self._at + 1 : self._at + 2]:
             self._cache.prefetch(self._paths[following])
-        return iter(self._form.read(lease.path, range(self._number, sys.maxsize)))
+        return iter(self._form.read(path, range(self._number, sys.maxsize)))
 
     def _failed_record(self, error: Exception) -> int | None:
         """Return the number of the record that an error is about; None if the shard is."""
@@ -86,7 +84,6 @@ class ShardRecords(Stage):
         records, self._records = self._records, None
         if hasattr(records, "close"):
             records.close()  # type: ignore[union-attr]
-        self._held.close()
         self._at, self._number = at, number
 
     def state(self) -> State:
@@ -111,8 +108,8 @@ class ShardRecords(Stage):
         return [(key, self._one_again(key)) for key in keys]
 
     def _read_again(self, shard: int, keys: Sequence[Key]) -> Iterator[Any]:
-        with self._cache.open(self._paths[shard]) as lease:
-            yield from self._form.read(lease.path, [key[2] for key in keys])
+        path = self._cache.path(self._paths[shard])
+        yield from self._form.read(path, [key[2] for key in keys])
         raise ShardError(f"shard {self._paths[shard]} has fewer records than before")
 
     def _one_again(self, key: Key) -> Any:

@@ -253,7 +253,7 @@ def test_few_shards_have_a_reader_each_by_default():
 
 def test_the_text_of_a_loader_counts_no_records():
     stream = Shards(["a"], open_jsonl, seed=0)
-    stream.root.counts = lambda *_: pytest.fail("the records are counted")
+    stream._source_counts = lambda *_: pytest.fail("the records are counted")
     assert repr(DataLoader(stream, batch_size=None)).startswith("DataLoader(<Shards>, ")
 
 
