@@ -36,9 +36,6 @@ _T = TypeVar("_T")
 #: Returns the sample of an index, or the samples of indices.
 Get = Callable[[Any], Any]
 
-#: Called with a function of the dataset's and its argument. Returns what the function returns.
-Load = Callable[[Get, Any], Any]
-
 # Stands for a sample that failed and was not replaced.
 _SKIPPED = object()
 
@@ -120,8 +117,6 @@ class MapFetcher:
         concurrent_fetcher: ConcurrentFetcher | None = None,
         rng: SampleRng | None = None,
         watch: SampleWatch | None = None,
-        *,
-        load: Load | None = None,
     ) -> None:
         self._config, self._dataset, self._collate = config, dataset, collate
         self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
@@ -132,18 +127,10 @@ class MapFetcher:
         self._begins = [one.begin_sample for one in (rng, watch) if one is not None]
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
-        # What loads a sample, and what loads several by one call.
-        self._wrappers: list[tuple[Load, Load]] = (
-            [] if watch is None else [(watch.load, watch.load_list)]
-        )
-        if load is not None:
-            self._wrappers.append((load, load))
-        get = _getter(dataset)
+        self._watch, get = watch, _getter(dataset)
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
-        for wrap, _ in self._wrappers:
-            get = functools.partial(wrap, get)
-        self._get = get
+        self._get = get if watch is None else functools.partial(watch.load, get)
 
     def pop_report(self) -> SampleReport | None:
         """Return the report on the samples since the last call; None if bad samples are raised."""
@@ -202,8 +189,8 @@ class MapFetcher:
 
     def _load_list(self, getitems: Get, indices: Any) -> Any:
         """Load samples by one call of the dataset's ``__getitems__``."""
-        for _, wrap in self._wrappers:
-            getitems = functools.partial(wrap, getitems)
+        if self._watch is not None:
+            getitems = functools.partial(self._watch.load_list, getitems)
         try:
             samples = getitems(indices)
             if self._report is not None:

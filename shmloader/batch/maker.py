@@ -16,7 +16,7 @@ from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_state import Keep
 from shmloader.batch.failures import OnError, SampleReport
-from shmloader.batch.fetch import FetchConfig, Load, MapFetcher
+from shmloader.batch.fetch import FetchConfig, MapFetcher
 from shmloader.batch.reader_fetcher import ReaderFetcher
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
@@ -51,8 +51,6 @@ class BatchMaker:
         concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
             the other.
         sample_watch: Watches how long samples take; None if they may take any time.
-        load: Called for each sample, or list of samples, with a function that loads it and the
-            index. None to call that function directly.
         writer: In a worker process, the writer of its slots; else None.
         opened: The readers of a stream that threads share; None if each maker has its own.
     """
@@ -74,7 +72,6 @@ class BatchMaker:
         arrays: Arrays | None = None,
         concurrent_fetcher: ConcurrentFetcher | None = None,
         sample_watch: SampleWatch | None = None,
-        load: Load | None = None,
         writer: SlotWriter | None = None,
         opened: dict[int, Any] | None = None,
     ) -> None:
@@ -100,7 +97,7 @@ class BatchMaker:
         elif config.is_iterable:
             self.fetcher = StreamFetcher(config, dataset, collator, rng, sample_watch)
         else:
-            self.fetcher = MapFetcher(*common, concurrent_fetcher, rng, sample_watch, load=load)
+            self.fetcher = MapFetcher(*common, concurrent_fetcher, rng, sample_watch)
         #: Returns the report on the samples since the last call; None if there is none.
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
         #: Returns the dataset's state, copied or pickled by its argument; None if it has none.

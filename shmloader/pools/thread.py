@@ -11,8 +11,8 @@ Nothing is copied, and the threads share only the queue and the answers. A task 
 that is needed to make its batch, so a waiting thread holds neither the dataset nor a batch.
 
 Guarantees:
-    * Between two samples a thread checks whether its batch was dropped, and stops if so. So
-      ``close`` waits for one sample (or one ``__getitems__``, or one collate).
+    * A thread whose batch was dropped finishes it, and begins no other. So ``close`` waits for one
+      batch.
     * A thread that is still in the user's code five seconds after ``close`` is left behind. It ends
       when that code returns, and its batch is dropped. It blocks neither the caller nor the
       interpreter's exit.
@@ -91,16 +91,6 @@ class _Task:
     config: ThreadConfig | None
     is_dropped: bool = False
 
-    def load(self, get: Callable[[Any], Any], index: Any) -> Any:
-        """Return ``get(index)``. Raise _Dropped if the batch is no longer needed."""
-        if self.is_dropped:
-            raise _Dropped
-        return get(index)
-
-
-class _Dropped(BaseException):
-    """Ends the loading of a batch that is no longer needed."""
-
 
 class _Worker(BackgroundThread):
     """One worker thread. It shares the pool's ``queue``, ``answers`` and ``is_closed``."""
@@ -116,10 +106,6 @@ class _Worker(BackgroundThread):
         self._where = f"in DataLoader worker thread {worker_id}"
         self._no_task, self.started = _Task(-1, 0, None, None), Wakeup()
         self._set(Phase.STARTING)
-
-    def wake(self) -> None:
-        """Make the thread drop its batch after the present sample. Called from any thread."""
-        self._at_work[1].is_dropped = True
 
     def usage(self) -> Usage:
         """Return what the thread has used. Called from any thread."""
@@ -184,7 +170,6 @@ class _Worker(BackgroundThread):
             return False
         self._set(Phase.LOADING, task)
         self.pause()
-        # Read after _set: close() sets is_closed, and then drops the task that is set.
         config, task.config = task.config, None
         if config is not None and not pool.is_closed and not task.is_dropped:
             answer = failure or self._load(task, config)
@@ -209,7 +194,6 @@ class _Worker(BackgroundThread):
             arrays=config.arrays,
             opened=config.opened,
             concurrent_fetcher=self._concurrent_fetcher,
-            load=task.load,
         )
         return make_answer(maker, functools.partial(maker.make, task.indices), self._where)
 
@@ -326,8 +310,7 @@ class ThreadPool(ObjectPool):
     def _end(self) -> None:
         self.is_closed = True
         self.readings.close()
-        for worker in self._workers:
-            worker.wake()
+        for _ in self._workers:
             self.queue.put(None)  # the Nones of a second call stay in the queue
         self.wake()
         if not may_wait():
