@@ -40,7 +40,6 @@ from shmloader.interruptions import Caught, attempt, describe_interruption, is_i
 from shmloader.pools import Pool
 from shmloader.pools.answers import Answer, Death
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
-from shmloader.pools.status_page import AtWork, Phase
 from shmloader.streams.order import ReaderOrder
 from shmloader.threads import BackgroundThread, may_wait
 
@@ -532,7 +531,6 @@ class Engine:
         self,
         worker_id: int,
         death: Death,
-        was_at: AtWork,
         recalled: Collection[int] = (),
         held: Collection[int] = (),
     ) -> None:
@@ -541,14 +539,11 @@ class Engine:
         Args:
             worker_id: Number of the worker.
             death: How it ended.
-            was_at: What it was doing.
             recalled: Numbers of the tasks that were in the pool's queue, and are no longer.
             held: Numbers of the tasks that other workers have received from the queue.
         """
         self._scheduler.recalled(recalled)
-        is_ours = was_at.phase is Phase.LOADING and was_at.epoch == self._scheduler.epoch
-        at_work = was_at.seq if is_ours else None
-        self._scheduler.worker_lost(worker_id, death, at_work, held=held)
+        self._scheduler.worker_lost(worker_id, death, held=held)
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
         """Close the engine, and raise an error. Later calls report ``why``, or its text."""

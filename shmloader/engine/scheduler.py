@@ -64,7 +64,6 @@ class Ticket:
         offered_ns: When it was offered, by the engine's clock.
         answer: The answer; None until it comes. The scheduler does not look at it.
         is_dropped: Whether nothing will be delivered, since the worker's stream or the epoch ended.
-        kill_count: How many workers died while they loaded it, possibly because of it.
         sent_ns: When it was last sent to its worker, by the same clock.
         hung: Samples of the batch that took too long, by sample number, each with what its worker
             was doing when it was ended. The next worker raises in their places.
@@ -83,7 +82,6 @@ class Ticket:
     # Values of the class take no time in the constructor.
     answer: object = field(default=None, init=False)
     is_dropped: bool = field(default=False, init=False)
-    kill_count: int = field(default=0, init=False)
     sent_ns: int = field(default=0, init=False)
     hung: dict[int, str] | None = field(default=None, init=False)
     checkpoint: Checkpoint | None = field(default=None, init=False)
@@ -315,22 +313,16 @@ class Scheduler:
         again = [self._tickets[seq] for seq in seqs]
         self.unsent = collections.deque(sorted([*again, *self.unsent], key=_by_seq))
 
-    def worker_lost(
-        self, worker_id: int, death: Any, at_work: int | None = None, *, held: Collection[int] = ()
-    ) -> None:
+    def worker_lost(self, worker_id: int, death: Any, *, held: Collection[int] = ()) -> None:
         """Record that a worker is dead and reaped.
 
-        It is restarted, unless no restart is left in this epoch or the ticket that it was loading
-        has killed a worker before. A worker that was ended since a sample took too long, or that
-        was loading a batch of another rank, is always restarted. If an executor says how it was
-        lost, no ticket has killed it.
+        It is restarted, unless no restart is left in this epoch. A worker that was ended since a
+        sample took too long, or that was loading a batch of another rank, is always restarted.
 
         Args:
             worker_id: Number of the worker.
             death: A :class:`~shmloader.pools.answers.Death`, which answers all its present and
                 future tickets if it is not restarted.
-            at_work: Number of the ticket of this epoch that it was loading, if any, unless the
-                pool has a queue.
             held: Numbers of the tickets that other workers have, if the pool has a queue. What is
                 neither answered, nor to be sent, nor held was the dead worker's.
         """
@@ -340,15 +332,11 @@ class Scheduler:
         if self._has_queue:
             others = {*held, *map(_by_seq, self.unsent)}
             lost = [ticket for ticket in lost if ticket.seq not in others]
-            culprits = lost[:1]
         else:
             lost = [ticket for ticket in lost if ticket.worker_id == worker_id]
-            culprits = [ticket for ticket in lost if ticket.seq == at_work]
-        if (
-            worker.hang
-            or death.was_elsewhere
-            or (not death.is_final and self._may_restart([] if death.reason else culprits))
-        ):
+        is_free = worker.hang or death.was_elsewhere
+        if is_free or (not death.is_final and self._restarts_left):
+            self._restarts_left -= not is_free
             worker.state = LOST
             worker.unfinished = [ticket.seq for ticket in lost if not ticket.is_dropped]
             self._drop(ticket for ticket in lost if ticket.is_dropped)
@@ -365,15 +353,6 @@ class Scheduler:
                 ticket.worker_id = worker_id
                 self._answer(ticket, death)
         self.is_workers_due = True
-
-    def _may_restart(self, culprits: list[Ticket]) -> bool:
-        """Count a death, and return whether the worker is restarted."""
-        for ticket in culprits:
-            ticket.kill_count += 1
-        if self._restarts_left == 0 or any(ticket.kill_count > 1 for ticket in culprits):
-            return False
-        self._restarts_left -= 1
-        return True
 
     def worker_started(self, worker_id: int) -> None:
         """Record that a worker was started, for the first time or in place of a lost one.

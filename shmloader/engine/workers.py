@@ -88,8 +88,6 @@ def describe_death(
     text = f"{describe_end(death)}Worker {worker_id} {work}."
     if death.exit_code == -signal.SIGKILL:
         text += _SIGKILL_HINT
-    if ticket is not None and ticket.kill_count > 1:
-        return f"{text} This batch has killed a worker before, and is not loaded a third time."
     if restart_limit and not death.is_final:
         text += f" No restart is left in this epoch (worker_restarts={restart_limit})."
     return text

@@ -190,7 +190,7 @@ class DataLoader(ResumableLoader[_T_co]):
             anew.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
             were loading are loaded again, in order. If no replacement is left (with 0, there is
-            none), a death raises ``WorkerDiedError``, as does a second death over the same batch.
+            none), a death raises ``WorkerDiedError``.
             With ``executor``, this is how many batches that the executor has lost are submitted
             again in an epoch. A batch that is lost more than once counts each time, and what the
             executor makes again by itself does not count. The random generators of a new worker

@@ -194,7 +194,7 @@ class ExecutorPool(ObjectPool):
             return False
         if reason:
             death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
-            events.lost(sent.worker_id, death, sent.describe())
+            events.lost(sent.worker_id, death)
         else:
             self._pids[sent.worker_id] = pid
             answer = read_answer(packed[0], packed[1], sent.done_ns or time.monotonic_ns())

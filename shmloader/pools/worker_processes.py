@@ -277,11 +277,10 @@ class WorkerProcesses:
             held = self._held()
             for other in range(len(self.handles)):
                 self._receive_all(other, events)
-        was_at = self.was_at(worker_id)
         # One that was idle for this rank was loading a batch of another one, or was ended outside.
-        was_elsewhere = starter.is_shared and was_at.phase is Phase.IDLE
+        was_elsewhere = starter.is_shared and self.was_at(worker_id).phase is Phase.IDLE
         death = Death(worker.pid, worker.exit_code, was_elsewhere, starter.lost)
-        events.lost(worker_id, death, was_at, recalled, held)
+        events.lost(worker_id, death, recalled, held)
 
     def _held(self) -> set[int]:
         """Return the numbers of the tasks that living workers have received from the empty queue.

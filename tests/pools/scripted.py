@@ -95,11 +95,8 @@ class ScriptedPool:
 
     def die(self, worker_id: int, at: int | None = None) -> None:
         """Lose a worker, which was loading ticket ``at``."""
-        at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
-        if at is not None:
-            at_work = AtWork(Phase.LOADING, self.epoch, at, 0.0)
         self.sent[worker_id].clear()
-        self._events.append(("lost", worker_id, Death(1000 + worker_id, -9), at_work))
+        self._events.append(("lost", worker_id, Death(1000 + worker_id, -9)))
 
     # What the engine asks -------------------------------------------------------------------
 
@@ -154,9 +151,9 @@ class ScriptedPool:
 
     def kill(self, worker_id: int) -> None:
         self.log.append(("kill", worker_id))
-        at_work = self.hanging.pop(worker_id)
+        self.hanging.pop(worker_id)
         self.sent[worker_id].clear()
-        self._events.append(("lost", worker_id, Death(1000 + worker_id, -9), at_work))
+        self._events.append(("lost", worker_id, Death(1000 + worker_id, -9)))
 
     def start(self, worker_id: int) -> None:
         self.log.append(("start", worker_id))

@@ -241,7 +241,7 @@ class Told:
         self.answers: dict[int, Any] = {}
         self.entered: set[int] = set()
         self.threads: set[int] = set()
-        self.deaths: list[tuple[int, Any, Any]] = []
+        self.deaths: list[tuple[int, Any]] = []
 
     def send(self, *tasks: Any) -> None:
         for indices in tasks:
@@ -279,12 +279,10 @@ class Told:
             if self.pool.start_epoch(worker_id, 1):
                 self.scheduler.left_epoch(worker_id)
 
-    def lost(
-        self, worker_id: int, death: Any, was_at: Any, recalled: Any = (), held: Any = ()
-    ) -> None:
+    def lost(self, worker_id: int, death: Any, recalled: Any = (), held: Any = ()) -> None:
         assert not recalled
         assert not held
-        self.deaths.append((worker_id, death, was_at))
+        self.deaths.append((worker_id, death))
 
     def batch(self, seq: int) -> Any:
         answer = self.answers[seq]

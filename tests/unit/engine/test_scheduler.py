@@ -65,7 +65,6 @@ class Play:
         self.is_running, self.restarts, self.turn = True, 0, 0
         self.worker_of: list[int] = []  # by ticket
         self.ended_at: dict[int, int] = {}  # by worker, the ticket at which its stream ended
-        self.kills: dict[int, int] = {}
         self.arrived: list[int] = []
         self.delivered: list[int] = []
         self.unreported: Death | None = None  # no ticket was there to report it
@@ -211,10 +210,7 @@ class Play:
         """A worker dies, while it loads its first ticket or none."""
         subject, worker_id = self.subject, self.draw.choice(self.alive)
         queue, worker = self.queues[worker_id], self.workers[worker_id]
-        at_work = queue[0][0] if queue and (self.has_queue or self.draw.random() < 0.5) else None
-        if at_work is not None:
-            self.kills[at_work] = self.kills.get(at_work, 0) + 1
-        is_restarted = self.restarts < self.restart_limit and self.kills.get(at_work, 0) < 2
+        is_restarted = self.restarts < self.restart_limit
         expected = WorkerState.LOST if is_restarted else WorkerState.DEAD
         self.restarts += is_restarted
         had_task = bool(queue or self.pool)
@@ -223,7 +219,7 @@ class Play:
         self.pool.clear()
         death = Death(len(self.deaths), -9)
         self.deaths.append(death)
-        subject.worker_lost(worker_id, death, at_work, held=self.tasks())
+        subject.worker_lost(worker_id, death, held=self.tasks())
         assert worker.state is expected, "a restart too many, or too few"
         assert worker.death is death
         if not is_restarted and self.has_queue and self.is_running and not had_task:
@@ -372,13 +368,13 @@ def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_
     for sample in (2, 5):
         subject.sample_timed_out(0, subject.find(0, 0), sample, "in f", "it hung")
         assert subject.workers[0].hang == "it hung"
-        subject.worker_lost(0, DEATH, at_work=0)
+        subject.worker_lost(0, DEATH)
         subject.worker_started(0)
         assert [ticket.seq for ticket in sent(subject)] == [0, 1, 2]
         assert not subject.workers[0].hang
     assert subject.tickets[0].hung == {2: "in f", 5: "in f"}
     assert subject.tickets[1].hung is None
-    subject.worker_lost(0, DEATH, at_work=0)
+    subject.worker_lost(0, DEATH)
     assert [ticket.answer for ticket in subject.tickets] == [DEATH] * 3
 
 

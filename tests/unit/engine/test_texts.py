@@ -136,10 +136,6 @@ def test_a_death_says_why_the_worker_was_not_replaced():
     death = Death(812, -9)
     text = describe_death(3, death, None, restart_limit=2)
     assert "No restart is left in this epoch (worker_restarts=2)." in text
-    ticket = Ticket(41, 3, 0, [7])
-    ticket.kill_count = 2
-    text = describe_death(3, death, ticket)
-    assert text.endswith(" This batch has killed a worker before, and is not loaded a third time.")
 
 
 def test_a_restart_says_what_is_done_again():

@@ -57,7 +57,7 @@ def send(pool: ExecutorPool, seq: int) -> None:
 class Lost(list[str]):
     """What is told of lost tasks."""
 
-    def lost(self, worker_id: int, death: Any, was_at: Any) -> None:
+    def lost(self, worker_id: int, death: Any) -> None:
         self.append(death.reason)
 
 
