@@ -495,8 +495,7 @@ class Engine:
                 continue
             if is_lost:
                 self.counts.restarts += 1
-                is_resumed = scheduler.beginnings is not None
-                _log.warning("%s", describe_restart(worker, is_resumed=is_resumed))
+                _log.warning("%s", describe_restart(worker))
             pool.resume(worker_id, worker.checkpoint)
             scheduler.worker_started(worker_id)
 

@@ -17,7 +17,7 @@ from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.engine.records import Worker
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.errors import LoaderTimeoutError
-from shmloader.grammar import counted, describe_worker
+from shmloader.grammar import describe_worker
 from shmloader.pools import Pool
 from shmloader.pools.answers import Death
 from shmloader.pools.status_page import AtWork, Phase
@@ -100,25 +100,11 @@ def _with_stack(text: str, at_work: AtWork) -> str:
     return "\n".join([f"{text}, the innermost call first:", *shown]) if shown else f"{text}."
 
 
-def describe_restart(worker: Worker, *, is_resumed: bool) -> str:
-    """Return the log message for a worker that was LOST, and is replaced.
-
-    ``is_resumed`` says whether its dataset resumes, since it is iterable or has a state.
-    """
-    death, checkpoint = worker.death, worker.checkpoint
-    again = ", ".join(map(str, worker.unfinished))
-    if death.reason:
-        return f"{describe_end(death)}Batches are made again: {again or 'none'}."
-    text = worker.hang or (f"{death.because} " if death.because else describe_end(death))
-    text += f"A new process replaces worker {worker.worker_id}"
-    text += f" and loads its unfinished batches again: {again}." if again else "."
-    if is_resumed and not checkpoint.has_ended:
-        batches = counted(checkpoint.at, "batch", "batches")
-        start = "beginning" if checkpoint.snapshot is None else f"state after {batches}"
-        skipped = counted(checkpoint.skip, "batch", "batches")
-        skipping = f", skipping {skipped} already delivered" if checkpoint.skip else ""
-        text += f" Its dataset resumes from its {start}{skipping}."
-    return text
+def describe_restart(worker: Worker) -> str:
+    """Return the log message for a worker that was LOST, and is replaced."""
+    death, again = worker.death, ", ".join(map(str, worker.unfinished)) or "none"
+    why = worker.hang or (f"{death.because} " if death.because else describe_end(death))
+    return f"{why}Worker {worker.worker_id} is replaced. Batches loaded again: {again}."
 
 
 _AT_WORK = {

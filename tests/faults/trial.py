@@ -584,7 +584,7 @@ class Trial:
         self._expect_batches()
         self._check(len(self.log) == 1, f"logged: {self.log}")
         for text in self.log[:1]:
-            self._expect_end(text, victim, "A new process replaces worker 1")
+            self._expect_end(text, victim, "Worker 1 is replaced.")
 
     def _judge_failed(self, victim: int) -> None:
         fault = self.cell.fault

@@ -185,7 +185,7 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     assert not in_order or seen == sorted(seen)
     assert list(loads.counts) == [2] + [1] * 19
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shmloader"]
-    assert re.search("replaces worker [01] and loads its unfinished batches again: 0", text)
+    assert re.search(r"Worker [01] is replaced\. Batches loaded again: 0", text)
 
 
 def test_a_worker_whose_answers_are_not_read_takes_no_task() -> None:

@@ -424,7 +424,7 @@ def test_lost_tasks_are_made_again_in_order(caplog) -> None:
     loader = DataLoader(Mixed(), 2, num_workers=3, seed=3, executor=executor, worker_restarts=3)
     assert_same(list(loader), list(DataLoader(Mixed(), 2, num_workers=2, seed=3)))
     assert caplog.text.count("ConnectionError: node 7 is gone") == 3
-    assert "Batches are made again: 3." in caplog.text
+    assert "Batches loaded again: 3." in caplog.text
     executor.losses = [4, 4, 4, 7]
     executor.numbers.clear()
     assert list(numbers(executor, worker_restarts=4)) == list(range(24))

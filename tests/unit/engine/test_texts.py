@@ -2,7 +2,6 @@
 
 import pytest
 
-from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.records import Worker
 from shmloader.engine.scheduler import Ticket
 from shmloader.engine.workers import (
@@ -138,27 +137,14 @@ def test_a_death_says_why_the_worker_was_not_replaced():
     assert "No restart is left in this epoch (worker_restarts=2)." in text
 
 
-def test_a_restart_says_what_is_done_again():
-    lost = Worker(1, checkpoint=Checkpoint(2), death=Death(812, -9), unfinished=[5, 7])
-    text = describe_restart(lost, is_resumed=True)
-    assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
-    assert "loads its unfinished batches again: 5, 7." in text
-    assert "resumes from its beginning, skipping 2 batches already delivered." in text
-    assert "dataset" not in describe_restart(lost, is_resumed=False)
-    lost.checkpoint = Checkpoint(0, b"state", has_ended=True)
-    assert "dataset" not in describe_restart(lost, is_resumed=True)
-
-
-def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
-    hang = "Worker 1 took longer. "
-    start = "A new process replaces worker 1 and loads its unfinished batches again: 5, 7."
-    lost = Worker(1, death=Death(812, -9), unfinished=[5, 7], hang=hang)
-    assert describe_restart(lost, is_resumed=False) == hang + start
-
-
-def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():
-    lost = Worker(1, death=Death(812, None, reason="the node is gone"))
-    text = "DataLoader worker exited unexpectedly: the node is gone."
-    for lost.unfinished, made_again in (([5, 7], "5, 7"), ([], "none")):
-        told = describe_restart(lost, is_resumed=False)
-        assert told == f"{text} Batches are made again: {made_again}."
+@pytest.mark.parametrize(("unfinished", "again"), [([5, 7], "5, 7"), ([], "none")])
+def test_a_restart_says_why_and_what_is_loaded_again(unfinished, again):
+    end = f"Worker 1 is replaced. Batches loaded again: {again}."
+    killed, lost = Death(812, -9), Death(812, None, reason="the node is gone")
+    for death, hang, why in (
+        (killed, "", "DataLoader worker (pid 812) is killed by signal: Killed. "),
+        (killed, "Worker 1 took longer. ", "Worker 1 took longer. "),
+        (lost, "", "DataLoader worker exited unexpectedly: the node is gone. "),
+    ):
+        worker = Worker(1, death=death, unfinished=unfinished, hang=hang)
+        assert describe_restart(worker) == why + end
