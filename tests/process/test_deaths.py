@@ -344,7 +344,7 @@ def test_a_timeout_says_what_a_late_worker_is_doing_and_loses_nothing(what) -> N
     for _ in range(2):
         head, other, line, *stack = late(batches)
         assert ", waiting for batch 1 (index 1). No batch is lost. " in head
-        assert "sample_timeout= replaces a worker whose sample hangs." in head
+        assert "sample_timeout= replaces one whose sample hangs." in head
         assert other.startswith(f"Worker 0 (pid {first}) has been idle for ")
         assert re.match(rf"Worker 1 \(pid {second}\) has been {LATE[what]}", line)
         names = [re.search(r"in (\S+)$", call)[1] for call in stack]  # type: ignore[index]
