@@ -7,9 +7,7 @@ for this: an object of a package exists only where it was imported already.
 import argparse
 import collections
 import contextlib
-import functools
 import importlib.util
-import inspect
 import logging
 import multiprocessing
 import platform
@@ -48,11 +46,6 @@ _MOST_PARTS = 100_000
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
 # A logger leads to all loggers of the process.
 _OPAQUE = (*_ATOMS, type, types.ModuleType, types.CodeType, torch.dtype, logging.Logger)
-
-# Methods of a dataset that load samples, whose variables are looked at, unless they belong to a
-# class of these packages.
-_KNOWN = ("builtins", "torch", "numpy", "shmloader")
-_LOADING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 
 # Names of types whose objects forked workers cannot share. The extension module of lmdb gives its
 # classes no module.
@@ -211,7 +204,7 @@ def _first_line(error: Exception) -> str:
 
 
 def walk(roots: dict[str, Any]) -> Iterator[_Part]:
-    """Yield named objects and their parts, each once, without running the user's code.
+    """Yield named objects, their items and attributes, each once, without running the user's code.
 
     The parts of what cannot be forked are left out.
     """
@@ -236,18 +229,7 @@ def _parts_of(value: Any) -> Iterator[_Part]:
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         items = [(str(at), one) for at, one in enumerate(list(value)) if type(one) not in _ATOMS]
     yield from ((f"[{name}]", one) for name, one in items)
-    attributes = attributes_of(value)
-    if isinstance(value, functools.partial | types.MethodType):
-        names = ("func", "args", "keywords", "__self__")
-        attributes |= {name: probe(value, name) for name in names}
-    yield from ((f".{name}", one) for name, one in attributes.items())
-    ours = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _KNOWN]
-    for function in [value, *(vars(kind).get(name) for kind in ours for name in _LOADING)]:
-        if isinstance(function, types.FunctionType):
-            with contextlib.suppress(ValueError):  # a variable may have no value yet
-                found = inspect.getclosurevars(function)
-                variables = {**found.globals, **found.nonlocals}
-                yield from ((f" (variable {name!r})", one) for name, one in variables.items())
+    yield from ((f".{name}", one) for name, one in attributes_of(value).items())
 
 
 def is_forkable(value: Any) -> bool:
@@ -260,8 +242,7 @@ def is_forkable(value: Any) -> bool:
     return (
         not names
         or True in (probe(value, "closed"), probe(value, "_closed"))
-        # A closed archive or HDF5 file, an executor that has not started, a thread that has ended.
-        or not (probe(value, "fp", True) and probe(probe(value, "id"), "valid", True))
+        # An executor that has not started, a thread that has ended.
         or not (probe(value, "_threads", True) and probe(value, "_processes", True))
         or not probe(value, "is_alive", lambda: True)()
         # A file that is only written, such as a log, has no data to mix up.
