@@ -1,11 +1,9 @@
-"""Words for the user: names, numbers and sizes, and the user's own code in what they are told."""
+"""Words for the user: names, numbers and sizes, and the line of their code that a warning names."""
 
 import sys
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -97,21 +95,3 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 def _is_our_file(file: str) -> bool:
     return file.startswith(_PACKAGE) or file in _TORCHS
-
-
-def user_part(entry: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on, or all of it if there is none.
-
-    Args:
-        entry: The traceback; its outermost frame comes first.
-    """
-    first = entry
-    while first is not None and _is_our_file(first.tb_frame.f_code.co_filename):
-        first = first.tb_next
-    return first or entry
-
-
-def format_for_user(error: BaseException) -> str:
-    """Return an exception as Python prints it, without the loader's frames around the user's."""
-    lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))
-    return "".join(lines)

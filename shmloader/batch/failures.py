@@ -9,6 +9,7 @@ import contextlib
 import pickle
 import reprlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -16,7 +17,6 @@ from typing import Any, Literal, Self
 import cloudpickle
 from torch._utils import KeyErrorMessage
 
-from shmloader.grammar import format_for_user
 from shmloader.interruptions import Suppressed
 from shmloader.sampling.indices import without_position
 from shmloader.streams.reader import Reading
@@ -75,7 +75,7 @@ class RemoteError:
     Attributes:
         kind: Name of the exception's class.
         where: Where it was caught, for instance "in DataLoader worker process 3".
-        text: The traceback, as text, from the user's first frame on.
+        text: The traceback, as text.
         type_bytes: The pickled class; None if the main process is to raise a RuntimeError instead.
         message: The exception's own text, on one line.
         own_notes: The notes of :func:`add_note`. ``text`` is as torch's, without them.
@@ -100,7 +100,7 @@ class RemoteError:
         """Wrap an exception that was caught."""
         kind, message, type_bytes = type(error), "<exception str() failed>", None
         own = tuple(str(one) for one in getattr(error, "__notes__", ()) if isinstance(one, _Note))
-        text = format_for_user(error)
+        text = "".join(traceback.format_exception(error))
         for note in own:
             text = text.removesuffix(f"{note}\n")
         with Suppressed(Exception):

@@ -36,7 +36,7 @@ class FailedSample:
         error: The exception, of the dataset's own class where that can be built from a text. Its
             ``str`` is one line.
         worker: Number of the worker that loaded it; None for this process.
-        traceback: The traceback, as text of several lines, from the dataset's first frame on.
+        traceback: The traceback, as text of several lines.
     """
 
     index: object

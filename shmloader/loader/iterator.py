@@ -37,7 +37,6 @@ from shmloader.engine.delivery import DatasetCheckpoints, Instead, unwrapped
 from shmloader.engine.scheduler import Ticket
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.grammar import user_part
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
@@ -280,15 +279,10 @@ class BatchIterator(_BaseDataLoaderIter):
                 # Hides the exception that was being handled, which does not concern the user.
                 raise interruption from interruption.__cause__
             raise
-        traceback = error.__traceback__
         try:
             raise error
-        except BaseException:
-            # The user sees no frame of ours around those of the user's code.
-            error.with_traceback(user_part(traceback))
-            raise
         finally:
-            del error, traceback  # breaks a reference cycle, as they refer to this frame
+            del error  # breaks a reference cycle, as its traceback refers to this frame
 
     def _next_data(self) -> Any:
         """Return the next batch, or raise an ``Instead``; torch's ``__next__`` calls this, too."""
