@@ -63,7 +63,6 @@ class Chunks:
     Attributes:
         items: The chunks, as ``pyarrow`` arrays.
         starts: The first row of each: int64.
-        identity: Equal for columns that lie in chunks alike.
     """
 
     def __init__(self, column: Any) -> None:
@@ -71,7 +70,12 @@ class Chunks:
         if not self.items or column.null_count:
             raise UnreadableError("rows that are None, or no rows")
         self.starts = np.cumsum([0, *map(len, self.items[:-1])])
-        self.identity = self.starts.tobytes()
+
+    def find(self, rows: _Array) -> Any:
+        """Return which chunk has each row; 0 if there is only one chunk."""
+        if len(self.starts) == 1:
+            return 0
+        return np.searchsorted(self.starts, rows, side="right") - 1
 
 
 def lengths_of(column: Any, rows: _Array | None) -> _Array:

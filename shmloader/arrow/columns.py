@@ -23,7 +23,6 @@ from shmloader.arrow.buffers import (
     offsets_of,
 )
 from shmloader.arrow.fields import Field
-from shmloader.arrow.rows import Rows
 from shmloader.collate import Ragged
 from shmloader.memory.compiled import find_lists
 from shmloader.memory.rows import RowsAt, RowSource
@@ -89,22 +88,22 @@ class NumberField(_BufferField):
         self._finder = 0, self._table.ctypes.data, len(chunks.items), 0, 1, 0
         return span
 
-    def _find(self, rows: Rows) -> _Array:
+    def _find(self, rows: _Array) -> _Array:
         """Return where the numbers of these rows lie in ``values``."""
-        at: _Array = rows.array + self._bases[rows.find(self._chunks)]
+        at: _Array = rows + self._bases[self._chunks.find(rows)]
         return at
 
     def __getitem__(self, rows: _Array) -> _Array:
         """Return the numbers of an array of rows."""
-        return self.values[self._find(Rows(rows))]
+        return self.values[self._find(rows)]
 
-    def at(self, rows: Rows) -> RowsAt | None:
+    def at(self, rows: _Array) -> RowsAt | None:
         """Return where the numbers lie. Of NumPy's own of uint64, torch makes no tensor."""
         if self._form == "numpy" and self._dtype == np.uint64:
             return None
         return RowsAt(self._source, self._find(rows), self._finder)
 
-    def items(self, rows: Rows) -> Any:
+    def items(self, rows: _Array) -> Any:
         """Return one tensor, array or list."""
         numbers = self._source.copy(self._find(rows))
         if self._form is None:
@@ -141,7 +140,7 @@ class ListField(_BufferField):
         self._finder = 0, self._table.ctypes.data, len(chunks.items), *self._offsets
         return span
 
-    def find(self, rows: Rows) -> tuple[_Array, _Array, int | None]:
+    def find(self, rows: _Array) -> tuple[_Array, _Array, int | None]:
         """Find the lists of these rows.
 
         Returns:
@@ -149,11 +148,11 @@ class ListField(_BufferField):
             else None.
         """
         if self._size is None and find_lists is not None:
-            found: _Array = np.empty((2, len(rows.array)), np.int64)
-            length = find_lists(rows.array, self._table, *self._offsets, found)
+            found: _Array = np.empty((2, len(rows)), np.int64)
+            length = find_lists(rows, self._table, *self._offsets, found)
             return found[0], found[1], None if length < 0 else length
-        chunk = rows.find(self._chunks)
-        at = rows.array + self._bases[chunk]
+        chunk = self._chunks.find(rows)
+        at = rows + self._bases[chunk]
         if self._size is not None:
             begins = at * self._size + self._firsts[chunk]
             return begins, np.full(len(at), self._size), self._size
@@ -162,7 +161,7 @@ class ListField(_BufferField):
         is_one = lengths.size and (lengths == lengths[0]).all()
         return begins, lengths, int(lengths[0]) if is_one else None
 
-    def at(self, rows: Rows) -> RowsAt | list[str] | None:
+    def at(self, rows: _Array) -> RowsAt | list[str] | None:
         """Return where the lists lie, if all have one length. Lists of Python's are transposed."""
         starts, _, length = self.find(rows)
         if self._form is None or not length:
@@ -174,7 +173,7 @@ class ListField(_BufferField):
             self._source = source = RowSource(lists, source.dtype)
         return RowsAt(source, starts, (*self._finder, length))
 
-    def items(self, rows: Rows) -> Any:
+    def items(self, rows: _Array) -> Any:
         """Return the lists, as slices of the column."""
         starts, lengths, _ = self.find(rows)
         lists = Ragged(self.values, starts, lengths, self._dtype, _VALUES[self._form])
@@ -186,7 +185,7 @@ class ListField(_BufferField):
 class TextField(ListField):
     """A field of texts."""
 
-    def at(self, rows: Rows) -> list[str]:
+    def at(self, rows: _Array) -> list[str]:
         """Return the texts."""
         starts, lengths, _ = self.find(rows)
         return [

@@ -3,8 +3,11 @@
 import abc
 from typing import Any
 
-from shmloader.arrow.rows import Rows
+import numpy as np
+
 from shmloader.memory.rows import RowsAt
+
+_Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Field(abc.ABC):
@@ -15,14 +18,14 @@ class Field(abc.ABC):
     """
 
     @abc.abstractmethod
-    def at(self, rows: Rows) -> RowsAt | list[str] | None:
+    def at(self, rows: _Array) -> RowsAt | list[str] | None:
         """Return what ``default_collate`` makes of the values of these rows.
 
         None if that is not one tensor, or not one list of texts.
         """
 
     @abc.abstractmethod
-    def items(self, rows: Rows) -> Any:
+    def items(self, rows: _Array) -> Any:
         """Return the values of these rows, as a field of a ``RaggedBatch``."""
 
 
@@ -32,9 +35,9 @@ class ObjectField(Field):
     def __init__(self, column: Any) -> None:
         self._column = column
 
-    def at(self, rows: Rows) -> None:
+    def at(self, rows: _Array) -> None:
         """Return None: the values are collated as objects."""
 
-    def items(self, rows: Rows) -> list[Any]:
+    def items(self, rows: _Array) -> list[Any]:
         """Return the objects."""
-        return [self._column[row].as_py() for row in rows.array.tolist()]
+        return [self._column[row].as_py() for row in rows.tolist()]

@@ -41,8 +41,8 @@ def open_table(source: Any, columns: Sequence[str] | None) -> pa.Table:
         table = _select(table, columns)
         if tables and not table.schema.equals(tables[0].schema):
             raise ValueError(
-                f"{path} has the columns {_described(table)}, but {source[0]} has "
-                f"{_described(tables[0])}: give files with the same columns"
+                f"{path} has other columns or types than {source[0]}: give files with the same "
+                "columns"
             )
         tables.append(table)
     return pa.concat_tables(tables)
@@ -60,9 +60,9 @@ def _select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
 def _read_parquet(path: str, columns: Sequence[str] | None) -> pa.Table:
     from pyarrow import parquet  # noqa: PLC0415 - most tables are Arrow files
 
-    names = parquet.read_schema(path).names
-    chosen = None if columns is None else [name for name in columns if name in names]
-    return parquet.read_table(path, columns=None if chosen != columns else chosen)
+    # A name that is not there is found by _select().
+    has_all = columns is not None and {*columns} <= {*parquet.read_schema(path).names}
+    return parquet.read_table(path, columns=columns if has_all else None)
 
 
 def _map(path: str) -> pa.Table:
@@ -72,7 +72,3 @@ def _map(path: str) -> pa.Table:
     except pa.ArrowInvalid:
         source.seek(0)
         return pa.ipc.open_stream(source).read_all()
-
-
-def _described(table: pa.Table) -> str:
-    return str(dict(zip(table.schema.names, map(str, table.schema.types), strict=True)))

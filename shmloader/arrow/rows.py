@@ -1,34 +1,10 @@
-"""Rows of a table: which ones a batch has, and in which chunks of the columns they lie."""
+"""Rows of a table: which ones a batch has."""
 
 from typing import Any
 
 import numpy as np
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Rows:
-    """Rows of a column. Finds their chunks once for all columns that lie in chunks alike.
-
-    Attributes:
-        array: The rows: int64.
-    """
-
-    def __init__(self, array: _Array) -> None:
-        self.array = array
-        self._found: dict[bytes, _Array] = {}
-
-    def find(self, chunks: Any) -> Any:
-        """Return which of a column's chunks (:mod:`shmloader.arrow.buffers`) has each row.
-
-        0 if there is only one chunk.
-        """
-        if len(chunks.starts) == 1:
-            return 0
-        if chunks.identity not in self._found:
-            found = np.searchsorted(chunks.starts, self.array, side="right") - 1
-            self._found[chunks.identity] = found
-        return self._found[chunks.identity]
 
 
 class RowMap:
@@ -46,8 +22,8 @@ class RowMap:
         """Return the rows of a subset, which has the samples of these indices."""
         return RowMap(self._length, (mapping, *self._maps))
 
-    def rows(self, indices: "_Array | range") -> Rows:
-        """Return the row of each sample.
+    def rows(self, indices: "_Array | range") -> _Array:
+        """Return the row of each sample: int64.
 
         Raises:
             IndexError: If a mapping leads out of the table.
@@ -61,4 +37,4 @@ class RowMap:
         # As unsigned numbers, negative ones are large.
         if self._maps and rows.view(np.uint64).max() >= self._length:
             raise IndexError(f"samples are mapped to rows beyond the table's {self._length}")
-        return Rows(rows)
+        return rows  # type: ignore[no-any-return]

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 
 from shmloader.arrow.fields import Field, ObjectField
 from shmloader.arrow.hugging_face import dtype_of
-from shmloader.arrow.rows import Rows
 from shmloader.collate import RaggedBatch
 
 _FORMS = ("numpy", "torch", None)
@@ -104,8 +103,7 @@ class ArrowTable(Dataset[dict[str, Any]]):
         if not len(rows):
             return []
         rows[rows < 0] += length
-        chosen = Rows(rows)
-        return list(RaggedBatch({key: one.items(chosen) for key, one in self.fields.items()}))
+        return list(RaggedBatch({key: one.items(rows) for key, one in self.fields.items()}))
 
 
 def _checked_columns(columns: Sequence[str]) -> list[str]:

@@ -311,7 +311,7 @@ class Arrays:
         """
         container, keys, fields, _, row_map = columns
         at: Any = indices if row_map is None else row_map.rows(indices)
-        again = self._repeat(columns, indices if row_map is None else at.array)
+        again = self._repeat(columns, at)
         if again is not None:
             return again
         found: list[Any] = [field.at(at) for field in fields]

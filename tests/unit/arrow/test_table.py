@@ -17,7 +17,6 @@ import shmloader
 from shmloader import sample_rng
 from shmloader.arrow import ArrowTable
 from shmloader.arrow import columns as reading
-from shmloader.arrow.rows import Rows
 from shmloader.batch.arrays import Arrays
 from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
@@ -123,7 +122,7 @@ def test_what_cannot_be_opened_is_said(tmp_path):
         ArrowTable(tmp_path / "odd.arrow")
     write_arrow(tmp_path / "one.arrow", TABLE.select(["id"]))
     write_arrow(tmp_path / "other.arrow", pa.table({"id": [1]}))
-    with pytest.raises(ValueError, match=r"other\.arrow has the columns {'id': 'int64'}"):
+    with pytest.raises(ValueError, match=r"other\.arrow has other columns or types than"):
         ArrowTable([tmp_path / "one.arrow", tmp_path / "other.arrow"])
     for wrong in (5, TABLE.to_batches()[0]):
         with pytest.raises(TypeError, match=r"a path, several paths or a pyarrow\.Table, but the"):
@@ -223,7 +222,7 @@ def test_lists_are_found_in_any_chunk(kind, is_compiled, monkeypatch):
     for column in (pa.chunked_array(chunks), pa.chunked_array(copies), pa.chunked_array([whole])):
         reader = reading.ListField(column)
         rows = rng.permutation(60)
-        starts, lengths, length = reader.find(Rows(rows))
+        starts, lengths, length = reader.find(rows)
         assert length is None
         found = [
             reader.values[start : start + length].tolist()
@@ -231,5 +230,5 @@ def test_lists_are_found_in_any_chunk(kind, is_compiled, monkeypatch):
         ]
         assert found == [lists[row] for row in rows]
         alike = np.array([row for row in range(60) if len(lists[row]) == 3])
-        assert reader.find(Rows(alike))[2] == 3
-        assert reader.find(Rows(rows[:0]))[2] is None
+        assert reader.find(alike)[2] == 3
+        assert reader.find(rows[:0])[2] is None
