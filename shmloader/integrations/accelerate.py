@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
-from shmloader.loader.states import sealed
 
 # Arguments that say which samples are in which batch.
 _OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -96,7 +95,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
         return skipping
     rest = _rebuild(loader, loader.dataset, **_order_of(batches.batch_sampler))
     rest.set_epoch(prepared.iteration)
-    rest.load_state_dict(sealed({**rest.state_dict(), "position": num_batches}))
+    rest.load_state_dict({**rest.state_dict(), "position": num_batches})
     skipping.base_dataloader = rest
     return skipping
 

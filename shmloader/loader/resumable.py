@@ -25,7 +25,7 @@ from shmloader.loader.options import (
     SnapshotInterval,
     describe_unsupported,
 )
-from shmloader.loader.states import check_facts, check_state, sealed
+from shmloader.loader.states import check_facts, check_state, versioned
 from shmloader.memory.limits import why_unsupported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
@@ -395,7 +395,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if plan.tells_dataset:
             state["tells_dataset"] = True
         self._add_checkpoints(state, plan)
-        return sealed(state)
+        return versioned(state)
 
     @property
     def _has_workers(self) -> bool:
@@ -440,8 +440,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             state: What ``state_dict()`` of such a loader returned, in this process or another.
 
         Raises:
-            ValueError: If the state is damaged or does not fit this loader; the message says what
-                was found and what was expected.
+            ValueError: If the state does not fit this loader; the message says what was found and
+                what was expected.
             TypeError: If it is not a dict.
             ClosedLoaderError: After ``close()``.
         """
@@ -449,7 +449,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
         facts = {"length": self._length, **self._present_plan.order.facts()}
-        # As sealed() has copied it: faster than copy.deepcopy().
+        # As versioned() has copied it: faster than copy.deepcopy().
         loaded = pickle.loads(pickle.dumps(check_state(state, facts), pickle.HIGHEST_PROTOCOL))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)

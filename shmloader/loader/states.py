@@ -1,9 +1,7 @@
 """The format of a loader's state, and the check whether a state fits a loader."""
 
-import json
 import pickle
 import reprlib
-import zlib
 from typing import Any
 
 from shmloader.interruptions import Caught, attempt
@@ -23,16 +21,11 @@ _FACTS = {
     "seed": "seed",
 }
 
-# Made once, since json's functions make an object for each call.
-_encode = json.JSONEncoder(default=lambda value: type(value).__qualname__, skipkeys=True).encode
-_encode_sorted = json.JSONEncoder(sort_keys=True).encode
-_decode = json.JSONDecoder().raw_decode
-
 _OTHERS = {"epoch", "position", "sampler", "persistent"}
 
 
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state, with a version and a checksum, which shares nothing with the user.
+def versioned(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state, with a version, which shares nothing with the user.
 
     Raises:
         RuntimeError: If the state of a sampler could not be taken, or a part cannot be pickled.
@@ -48,18 +41,7 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
             "set state_dict = None in its class, or snapshot_every_n_steps=0 for a dataset."
         ) from pickled.error
     copy: dict[str, Any] = pickle.loads(pickled)
-    copy["checksum"] = _checksum(copy)
     return copy
-
-
-def _checksum(state: dict[str, Any]) -> int:
-    """Return a checksum over all values that JSON can write, and the types of all others.
-
-    Only what a dataset's or sampler's own ``state_dict()`` returned has values of other types.
-    """
-    # In JSON, tuples become lists and all keys become strings.
-    plain, _ = _decode(_encode({**state, "checksum": None}))
-    return zlib.crc32(_encode_sorted(plain).encode())
 
 
 def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +49,7 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: If the state is not a dict.
-        ValueError: If it was not saved by a loader, has another version, is damaged or does not
-            fit.
+        ValueError: If it was not saved by a loader, has another version or does not fit.
     """
     if not isinstance(state, dict):
         raise TypeError(
@@ -85,15 +66,6 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "the state was not saved by a loader of shmloader: pass what state_dict() of such a "
             f"loader returned. The keys of this one: {', '.join(map(repr, state)) or 'none'}"
-        )
-    try:
-        is_whole = _checksum(state) == state.get("checksum")
-    except (TypeError, ValueError, RecursionError):
-        is_whole = False
-    if not is_whole:
-        raise ValueError(
-            "the state is damaged, or was changed after state_dict() had returned it. Its "
-            f"checksum is wrong: {reprlib.repr(state)}"
         )
     check_facts(state, facts)
     return state

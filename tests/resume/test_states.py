@@ -16,7 +16,6 @@ from torch.utils.data import (
 )
 
 import shmloader
-from shmloader.loader.states import sealed
 from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Noisy, Squares, make_loader, read
 
@@ -454,21 +453,10 @@ def test_what_is_no_state_is_refused():
             loader.load_state_dict({**loader.state_dict(), "version": version})
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"position": -1}, {"epoch": None}, {"sampler": {}}, {"ahead": [[3]]}], ids=str
-)
-def test_a_state_with_an_impossible_value_is_refused(wrong):
-    loader = shmloader.DataLoader(Squares(), 4)
-    state = {**loader.state_dict(), **wrong}
-    with pytest.raises(ValueError, match="the state is damaged"):
-        loader.load_state_dict(state)
-
-
 def test_a_generators_state_that_cannot_be_read_is_refused():
     loader = make_loader("shuffled by a generator", 0)
     state = loader.state_dict()
     state["sampler"]["generators"] = ["no base64"]
-    state = sealed(state)
     with pytest.raises(ValueError, match=r"^the state is damaged: a generator's state cannot"):
         loader.load_state_dict(state)
 
@@ -596,45 +584,12 @@ def test_the_loaders_generator_is_saved_though_no_sampler_draws_from_it(sampler)
         other.load_state_dict(mid)
 
 
-def damaged(value, path=()):
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            for changed in damaged(inner, (*path, key)):
-                yield {**value, key: changed}
-    elif isinstance(value, list):
-        for at, inner in enumerate(value):
-            for changed in damaged(inner, (*path, at)):
-                yield [*value[:at], changed, *value[at + 1 :]]
-    elif isinstance(value, bool):
-        yield not value
-    elif isinstance(value, int):
-        yield from (value ^ 1, value ^ (1 << 31), -1 - value, 1 << 70)
-    elif isinstance(value, str):
-        yield value[:-1] + chr(ord(value[-1]) ^ 1)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["shuffled by a generator", "by a seed"])
-def test_a_state_with_one_wrong_bit_is_refused_at_once(kind, workers):
-    _, state = saved(make_loader(kind, workers, in_order=False), 3)
-    state = json.loads(json.dumps(state)) | {"ahead": [[5, 7]]}
-    state = sealed({key: value for key, value in state.items() if key != "checksum"})
-    other = make_loader(kind, 0)
-    other.load_state_dict(state)
-    wrong_states = list(damaged(state))
-    assert len(wrong_states) > 20
-    for wrong in wrong_states:
-        with pytest.raises(ValueError, match=r"the state (is|does|was|has)"):
-            other.load_state_dict(wrong)
-
-
 @pytest.mark.parametrize("options", [{}, {"seed": 1}])
 def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
     loader = shmloader.DataLoader(Squares(), 4, **options)
     state = loader.state_dict()
     begun = {**state["sampler"], "has_started": True}
-    state = {key: value for key, value in state.items() if key != "checksum"}
-    state = sealed({**state, "sampler": begun, "position": 12})
+    state |= {"sampler": begun, "position": 12}
 
     def go_on():
         loader.load_state_dict(state)
