@@ -86,9 +86,6 @@ ITERATOR_CLOSED = (
     "iter(loader), or create a new loader if that is closed as well."
 )
 
-#: Text of a ClosedLoaderError that is raised in a call when another thread closes the iterator.
-CLOSED_MEANWHILE = "another thread closed the iterator during this call"
-
 
 class InternalError(ShmloaderError, RuntimeError):
     """An invariant of shmloader was broken: a bug in shmloader."""

@@ -561,11 +561,6 @@ class Engine:
         if not (self.is_closed or self._closed_because):
             self._closed_because = describe_interruption(error)
 
-    @property
-    def was_closed_by_user(self) -> bool:
-        """Whether ``close()`` was called, perhaps by another thread, and nothing else closed it."""
-        return self.is_closed and not self._closed_because
-
     def check_process(self) -> None:
         """Raise an Instead with a ClosedLoaderError in a forked child."""
         if self._pool.is_inherited:

@@ -308,11 +308,6 @@ class InlineEngine:
             self._closed_because = describe_interruption(error)
         self.close()
 
-    @property
-    def was_closed_by_user(self) -> bool:
-        """Whether ``close()`` was called, and nothing else closed the engine."""
-        return self.is_closed and not self._closed_because
-
     def close(self) -> None:
         """Make no further batch. May be called again, and from any thread."""
         self.is_closed = True

@@ -35,7 +35,7 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.sample_rng import base_seed
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, unwrapped
 from shmloader.engine.scheduler import Ticket
-from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
+from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
@@ -260,8 +260,6 @@ class BatchIterator(_BaseDataLoaderIter):
                     batch = super().__next__()
             except (Instead, UserWarning) as instead:  # torch's warning may be made an error
                 error = instead.error if isinstance(instead, Instead) else instead
-                if self._was_closed_by_user:
-                    error = _closed_meanwhile(error)
                 self._count_error(error, began_ns)
             else:
                 if FAULTS is not None:
@@ -367,10 +365,10 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._source.is_waiting:
             self._record.add(began_ns, time.monotonic_ns(), 0, None, "other")
             return
-        was_closed = self._was_closed_by_user and isinstance(error, Exception)
+        was_closed = self.is_closed and not is_interruption(error)
         uninterruptible(functools.partial(self._give_up, error, mark))
-        if was_closed:
-            raise _closed_meanwhile(error)
+        if was_closed:  # by another thread, since which anything may fail
+            raise ClosedLoaderError(ITERATOR_CLOSED) from error
 
     def _give_up(self, error: BaseException, mark: Any = None) -> None:
         """Close after an interruption, with the state of the last batch that was returned."""
@@ -380,12 +378,6 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._checkpoints.go_back(mark[1])
         self._source.give_up(error)
         self._end_record()
-
-    @property
-    def _was_closed_by_user(self) -> bool:
-        """Whether ``close()`` was called, perhaps by another thread."""
-        is_over = self._is_exhausted or self._is_replaced
-        return self._engine.was_closed_by_user and not is_over
 
     def replace(self) -> None:
         """Deliver no further batch of this epoch, since the loader continues from a state."""
@@ -417,12 +409,3 @@ class BatchIterator(_BaseDataLoaderIter):
     def _workers(self) -> list[Any]:
         """The worker processes, for tools that read this attribute of torch's iterator."""
         return list(getattr(self._pool, "processes", ()))
-
-
-def _closed_meanwhile(error: BaseException) -> BaseException:
-    """Return what to raise instead of an error that arose since another thread has closed."""
-    if isinstance(error, ClosedLoaderError | StopIteration):
-        return error
-    closed = ClosedLoaderError(CLOSED_MEANWHILE)
-    closed.__cause__ = error
-    return closed
