@@ -7,10 +7,10 @@ map-style dataset that fail are skipped or replaced.
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Subset, get_worker_info
 
 from shmloader.batch.collator import Collator
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
@@ -25,8 +25,7 @@ from shmloader.batch.failures import (
 )
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.grammar import described_type
-from shmloader.interruptions import Suppressed, is_interruption, probe
+from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import Unsaved
 from shmloader.sampling.indices import is_sharded
 from shmloader.sampling.pieces import CutDataset
@@ -127,7 +126,8 @@ class MapFetcher:
         self._begins = [one.begin_sample for one in (rng, watch) if one is not None]
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
-        self._watch, get = watch, _getter(dataset)
+        self._watch = watch
+        get: Get = functools.partial(operator.getitem, dataset)
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
         self._get = get if watch is None else functools.partial(watch.load, get)
@@ -201,7 +201,7 @@ class MapFetcher:
             if not self._is_bad(error, what):
                 raise
         # This shows which sample failed.
-        return self._load_each(functools.partial(_get_one, getitems), indices)
+        return self._load_each(self._get, indices)
 
     def _load_each(self, get: Get, indices: Iterable[Any]) -> list[Any]:
         """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
@@ -278,24 +278,6 @@ def _copy(sample: Any) -> Any:
     with Suppressed(Exception):  # a sample that cannot be copied is used twice
         return copy.deepcopy(sample)
     return sample
-
-
-def _getter(dataset: Any) -> Get:
-    """Return a function that loads the sample of an index, by ``__getitems__`` if need be."""
-    own = getattr(type(dataset), "__getitem__", None)
-    if (own is None or own is Dataset.__getitem__) and probe(dataset, "__getitems__"):
-        return functools.partial(_get_one, dataset.__getitems__)
-    return functools.partial(operator.getitem, dataset)
-
-
-def _get_one(getitems: Get, index: Any) -> Any:
-    samples = getitems([index])
-    if isinstance(samples, Mapping) or len(samples) != 1:
-        raise TypeError(
-            f"__getitems__ returned {described_type(samples)} for one index, and not a list of one "
-            "sample"
-        )
-    return samples[0]
 
 
 def list_getter(dataset: Any) -> Get | None:

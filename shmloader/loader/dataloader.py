@@ -206,8 +206,8 @@ class DataLoader(ResumableLoader[_T_co]):
             "skip" keeps ranks equal: a copy of the batch's first good sample replaces a bad one. A
             batch without any good sample then raises ``TooManyFailures``. With a
             :class:`~shmloader.sampling.TokenBatches`, bad samples are left out, since a copy might
-            exceed the budget. If ``__getitems__`` fails for a batch, it is called again for each
-            index separately. Exceptions of ``collate_fn`` are always raised, and so are those of an
+            exceed the budget. If ``__getitems__`` fails for a batch, ``__getitem__`` is called for
+            each index. Exceptions of ``collate_fn`` are always raised, and so are those of an
             iterable dataset's iterator: with such a dataset, only "raise" is possible.
         max_failures: How many samples may fail in an epoch: a number, or a fraction of the samples
             tried, such as 0.01. A fraction is checked once 100 samples have been tried, and at the

@@ -1,6 +1,5 @@
 """The fetchers, bad samples, StopIteration of a map-style dataset, and the batch maker."""
 
-import contextlib
 import threading
 import weakref
 
@@ -11,7 +10,7 @@ from torch.utils.data import default_collate
 
 from shmloader import sample_rng
 from shmloader.batch.collator import Timer, bytes_of
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig
+from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.sampling.indices import PositionedIndices
 
@@ -61,20 +60,10 @@ class Keyed:
 
 
 class Listed(Keyed):
-    """Does the same, but only has ``__getitems__``."""
+    """Does the same by lists of keys, too."""
 
     def __getitems__(self, keys):
-        return [Keyed.__getitem__(self, key) for key in keys]
-
-    def __getitem__(self, key):
-        raise NotImplementedError
-
-
-class Opaque(Listed):
-    """Returns a batch as a dict."""
-
-    def __getitems__(self, keys):
-        return {"samples": super().__getitems__(keys)}
+        return [self[key] for key in keys]
 
 
 def tolerant(dataset, on_error="skip", *, auto_collation=True, keep_size=False, collate=list):
@@ -136,17 +125,6 @@ def test_a_batch_that_fails_only_as_a_whole_is_complete_at_the_second_try():
 def test_indices_from_an_iterator_are_also_tried_again(kind):
     fetcher = tolerant(kind(1))
     assert fetcher.fetch(iter([0, 1, 2])) == [[0], [2]]
-
-
-@pytest.mark.parametrize("on_error", ["skip", lambda index, error: [0]])
-def test_bad_samples_are_not_identified_if_getitems_returns_no_list(on_error):
-    fetcher = tolerant(Opaque(1), on_error, collate=lambda batch: batch)
-    assert fetcher.fetch([0, 2]) == {"samples": [[0], [2]]}
-    fetcher.pop_report()
-    with contextlib.suppress(EmptyBatchError):
-        fetcher.fetch([0, 1])
-    failed = fetcher.pop_report().newest
-    assert "__getitems__ returned a dict for one index" in failed[0].error.message
 
 
 def test_a_bad_sample_is_not_kept_alive():
