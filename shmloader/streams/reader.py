@@ -82,32 +82,12 @@ class Grouped(Stage):
     def __init__(self, source: Stage, run: Run, size: int, drop_last: bool) -> None:
         super().__init__(source, run)
         self._size, self._least = size, size if drop_last else 1
-        # The position of the next batch; and those of its records that were read, if any were.
-        self._start = source.state()
-        self._next: Group | None = None
-
-    def has_next(self) -> bool:
-        """Return whether there is a further batch: reads no more of it than that takes."""
-        if self._next is None:
-            self._next = list(islice(self.source, self._least))
-        return len(self._next) >= self._least
 
     def __next__(self) -> Group:
-        if not self.has_next():
+        group = list(islice(self.source, self._size))
+        if len(group) < self._least:
             raise StopIteration
-        items, self._next = self._next or [], None
-        items += islice(self.source, self._size - len(items))
-        self._start = self.source.state()
-        return items
-
-    def state(self) -> State:
-        """Return the position of the next batch."""
-        return self._start
-
-    def restore(self, state: State) -> None:
-        """Go to a position."""
-        self.source.restore(state)
-        self._start, self._next = state, None
+        return group
 
 
 class Reader:
@@ -149,17 +129,14 @@ class Reader:
         Args:
             ahead: Of how many further batches to find out whether they exist, 1 or more.
         """
-        self._read(ahead)
-        # That there is a further batch is known before all of it is read.
-        self._is_all = self._is_all or not self._groups.has_next()
+        self._read(1 + ahead)
         number, group = self.round, None
         if self._ahead:
             group = self._pop()
             for stage in self._maps:
                 group = list(map(stage.apply, group))
-        known = self.round + len(self._ahead) + (not self._is_all)
-        state, count = self._state, len(group or ())
-        return group, Found(self._run.reader, number, known, self._is_all, state, count)
+        known, count = self.round + len(self._ahead), len(group or ())
+        return group, Found(self._run.reader, number, known, self._is_all, self._state, count)
 
     def _read(self, count: int) -> bool:
         """Read so many batches ahead; return whether there is one."""

@@ -60,18 +60,12 @@ class Window(Stage, abc.ABC):
         self._following = following
         return True
 
-    def has_next(self) -> bool:
-        """Return whether there is more to yield."""
+    def __next__(self) -> Any:
         while not self._left:
             if self._following is not None:
                 self._begin(self._window + 1, self._following)
             if not self._fill():
-                return False
-        return True
-
-    def __next__(self) -> Any:
-        if not self.has_next():
-            raise StopIteration
+                raise StopIteration
         self._taken += 1
         return self._left.pop()
 
