@@ -4,8 +4,8 @@ What is read, from below:
 
 * ``cache`` brings a remote shard to this machine, by ``download``.
 * *Formats* read the records of one shard, a file of this machine: ``tar``, ``jsonl`` and
-  ``columns`` (Parquet). ``index`` keeps the indexes of shards, ``files`` opens compressed
-  ones. None of these knows a loader.
+  ``parquet``. ``index`` keeps the indexes of shards, ``files`` opens compressed ones. None of these
+  knows a loader.
 * A *reader* reads a fixed share of the shards through ``stages``, from ``records`` upwards, and
   groups the records into batches (``reader``, ``packed``). What users build (``stream``,
   ``shards``, ``mix``) describes its stages.
@@ -18,11 +18,11 @@ of each reader.
 """
 
 from shmloader.streams.cache import ShardCache
-from shmloader.streams.columns import ParquetFormat, open_parquet
 from shmloader.streams.formats import Format, as_format
 from shmloader.streams.hugging_face import from_hf
 from shmloader.streams.jsonl import JsonlFormat, open_jsonl
 from shmloader.streams.mix import mix
+from shmloader.streams.parquet import ParquetFormat, open_parquet
 from shmloader.streams.shards import Shards
 from shmloader.streams.stream import Stream
 from shmloader.streams.tar import TarFormat, open_tar

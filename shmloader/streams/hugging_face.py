@@ -5,9 +5,9 @@ No public attribute of such a dataset names them, so this module reads private o
 
 from typing import Any
 
-from shmloader.streams.columns import ParquetFormat
 from shmloader.streams.formats import Format
 from shmloader.streams.jsonl import open_jsonl
+from shmloader.streams.parquet import ParquetFormat
 from shmloader.streams.shards import Shards
 
 
