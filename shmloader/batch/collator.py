@@ -5,7 +5,6 @@ packed into the slot instead, where that gives the same batch. The :class:`Timer
 the other parts of the work.
 """
 
-import inspect
 import os
 import time
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from shmloader.memory.flat import FlatPacker
 from shmloader.memory.writer import SlotWriter, is_plain
 
 _now_ns = time.monotonic_ns
-
-_UNBEGUN = inspect.CORO_CREATED
 
 # With so many parts of a batch, bytes are counted in no others.
 _MANY_PARTS = 1_000
@@ -120,11 +117,6 @@ class Collator:
             if batch is None:
                 batch = self._collate(samples)
         except Exception as error:
-            if indices is not None and _close_coroutines(samples):
-                raise TypeError(
-                    "the dataset gives coroutines for samples, since __getitem__ is an async def. "
-                    "Give fetch_concurrency=: how many samples of a batch are awaited at once."
-                ) from error
             explain_collate_error(error, samples, indices)
             raise
         finally:
@@ -144,15 +136,3 @@ class Collator:
             return self._collate_fn(samples)
         finally:
             writer.is_offered = was_offered
-
-
-def _close_coroutines(samples: Any) -> bool:
-    """Close samples that are coroutines, and were not begun; return whether there are any."""
-    found = [
-        sample
-        for sample in (samples if isinstance(samples, list) else [samples])
-        if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == _UNBEGUN
-    ]
-    for sample in found:
-        sample.close()  # else Python warns that it was never awaited
-    return bool(found)

@@ -9,6 +9,7 @@ The module is long because the table and the checks of single values belong toge
 
 import concurrent.futures
 import contextlib
+import inspect
 import math
 import mmap
 import re
@@ -34,6 +35,7 @@ from torch.utils.data.datapipes.datapipe import (
 )
 
 from shmloader.grammar import size
+from shmloader.interruptions import probe
 from shmloader.memory.limits import why_unsupported
 from shmloader.streams.stream import Stream
 
@@ -307,7 +309,15 @@ def read_options(loader: Any) -> dict[str, Any]:
         )
     if values or Stream in type(loader.dataset).__mro__:
         _check_pairs(loader, values)
+    needs_loop = "fetch_concurrency" not in values and loader.collate_fn is default_collate
+    if needs_loop and _loads_by_coroutine(loader.dataset):
+        raise ValueError("__getitem__ of the dataset is an async def: give fetch_concurrency=")
     return values
+
+
+def _loads_by_coroutine(dataset: object) -> bool:
+    is_async = inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None))
+    return is_async and probe(dataset, "__getitems__") is None
 
 
 def _check_host(loader: Any) -> None:

@@ -282,23 +282,9 @@ def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
         let_go.set()
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"batch_size": 2}, id="default_collate"),
-        pytest.param({"batch_size": 2, "collate_fn": torch.stack}, id="stack"),
-        pytest.param({"batch_size": 2, "on_error": "skip"}, id="skip"),
-    ],
-)
-@pytest.mark.sampled(10)
-def test_coroutines_without_fetch_concurrency_are_refused_by_each_batch(options, seed, workers):
-    with DataLoader(Subset(AsyncSquares(4), range(4)), seed=seed, **options, **workers) as loader:
-        batches = iter(loader)
-        for _ in range(2):
-            with pytest.raises(TypeError, match=r"dataset gives coroutines .* Give fetch_conc"):
-                next(batches)
+def test_coroutines_without_fetch_concurrency_are_refused():
+    with pytest.raises(ValueError, match="async def: give fetch_concurrency="):
+        DataLoader(AsyncSquares(4), batch_size=2)
 
 
 def await_all(samples):
