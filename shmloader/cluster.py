@@ -9,14 +9,12 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
-import signal
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from shmloader.interruptions import attempt
-from shmloader.pools.executor import CHECK_S
 
 __all__ = ["DaskExecutor", "RayExecutor"]
 
@@ -83,11 +81,11 @@ class _ClusterExecutor(concurrent.futures.Executor):
             for future in futures:
                 _settle(future, _ClusterGoneError(reason))
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
         """Accept no further tasks. The cluster stays as it is.
 
         Args:
-            wait: Whether to wait for the tasks that were submitted.
+            wait: Without effect: call ``concurrent.futures.wait`` to wait for the tasks.
             cancel_futures: Whether to cancel the futures, which drops the tasks' results.
         """
         with self._lock:
@@ -96,12 +94,6 @@ class _ClusterExecutor(concurrent.futures.Executor):
         if cancel_futures:
             for future in futures:
                 future.cancel()
-        while wait:
-            # For wait(), a cancelled future is not done until its executor says so.
-            left = [future for future in futures if not future.cancelled()]
-            if not concurrent.futures.wait(left, CHECK_S).not_done:
-                break
-            self.check()
 
 
 class DaskExecutor(_ClusterExecutor):
@@ -242,30 +234,5 @@ def _pass_on(future: _Future, done: _Future) -> None:
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function. This is the only remote function of an executor.
-
-    Ray ends a process by SIGTERM, for instance on a node that is drained. Ray's handler raises
-    SystemExit in the function. The function may catch that, as the one that makes batches does. Its
-    result is then dropped and SystemExit is raised again, so that Ray runs the task elsewhere.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return fn(*args, **kwargs)
-    ended: list[SystemExit] = []
-    before: Any = signal.getsignal(signal.SIGTERM)
-
-    def end(number: int, frame: object) -> None:
-        try:
-            before(number, frame)
-        except SystemExit as error:
-            ended.append(error)
-            raise
-
-    if callable(before):
-        signal.signal(signal.SIGTERM, end)
-    try:
-        return fn(*args, **kwargs)
-    finally:
-        if signal.getsignal(signal.SIGTERM) is end:  # not if the function has set another
-            signal.signal(signal.SIGTERM, before)
-        if ended:
-            raise ended[0]
+    """Call a function. This is the only remote function of an executor."""
+    return fn(*args, **kwargs)

@@ -156,17 +156,23 @@ class ObjectPool:
 
 
 def make_answer(
-    maker: BatchMaker | WorkerDataset, make: Callable[[], object], where: str
+    maker: BatchMaker | WorkerDataset,
+    make: Callable[[], object],
+    where: str,
+    raised: tuple[type[BaseException], ...] = (),
 ) -> Answer:
     """Make a batch by ``make``, and return the answer to its ticket.
 
     ``maker`` has the report on the samples and the times. ``where`` is for texts of failures.
+    Exceptions of the types in ``raised`` are no answer.
     """
     pid, answer = os.getpid(), Answer()
     try:
         answer.content = make()
     except EmptyBatchError:
         answer.is_empty = True
+    except raised:
+        raise
     except BaseException:  # noqa: BLE001 - it is the answer
         answer.error = RemoteError.caught(where)
     if os.getpid() != pid:  # a child that the user's code has forked must not answer

@@ -227,7 +227,8 @@ class _Maker:
 
         dataset.timer.begin()
         with self._as_worker():
-            return _pack(make_answer(dataset, make, self._where))
+            # Ray's handler of SIGTERM raises SystemExit: then Ray runs the task elsewhere.
+            return _pack(make_answer(dataset, make, self._where, (SystemExit,)))
 
 
 def pack_batch(batch: object) -> tuple[Any, ...]:

@@ -253,6 +253,7 @@ def test_an_executor_whose_cluster_is_left_can_be_shut_down(connected) -> None:
         with pytest.raises(RuntimeError, match="Ray was shut down"):
             executor.share(1)
         assert not ray.is_initialized()
+    executor.check()
     with pytest.raises(BrokenExecutor):
         future.result(0)
 

@@ -36,7 +36,7 @@ from shmloader import (
     empty,
     sample_rng,
 )
-from shmloader.cluster import RayExecutor, _call
+from shmloader.cluster import RayExecutor
 from shmloader.pools.executor_task import make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
@@ -479,25 +479,9 @@ def test_another_version_there_is_named(pool, monkeypatch) -> None:
         next(iter(numbers(pool)))
 
 
-@pytest.mark.parametrize("explains", [False, True])
-def test_a_process_that_ray_ends_loses_its_task_whatever_becomes_of_the_exception(explains) -> None:
-    def end(*_: object) -> None:
-        raise SystemExit(1)
-
-    def load() -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except BaseException as error:
-            if explains:
-                raise ValueError("a sample failed") from error
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(SystemExit):
-            _call(load)
-        assert signal.getsignal(signal.SIGTERM) is end
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_task_that_ends_its_process_is_lost_and_no_answer(pool) -> None:
+    with pytest.raises(WorkerDiedError, match="SystemExit"):
+        next(iter(DataLoader(Calls(sys.exit, 4), num_workers=1, executor=pool)))
 
 
 def test_the_dataset_is_loaded_once_in_each_process_and_again_when_it_changes(pool) -> None:

@@ -1,6 +1,5 @@
 """Executors on clusters: what needs no cluster."""
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +18,11 @@ def idle_client() -> Any:
     )
 
 
-@pytest.mark.parametrize("cancel_futures", [False, True])
-def test_shutdown_does_not_wait_for_tasks_that_were_cancelled(cancel_futures: bool) -> None:
+def test_after_shutdown_no_task_is_taken_and_futures_can_be_cancelled() -> None:
     executor = DaskExecutor(idle_client())
     future = executor.submit(max, 1, 2)
-    if not cancel_futures:
-        assert future.cancel()
-    shutdown = threading.Thread(
-        target=executor.shutdown, kwargs={"cancel_futures": cancel_futures}, daemon=True
-    )
-    shutdown.start()
-    shutdown.join(20)
-    assert not shutdown.is_alive()
+    executor.shutdown()  # does not wait
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(max, 1, 2)
+    executor.shutdown(cancel_futures=True)
     assert future.cancelled()
