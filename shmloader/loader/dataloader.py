@@ -37,7 +37,7 @@ from shmloader.loader.options import (
     DEVICE_PREFETCH,
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
-    check_order_of_stream,
+    check_stream,
     describe_source,
     describe_unsupported,
     read_options,
@@ -306,8 +306,12 @@ class DataLoader(ResumableLoader[_T_co]):
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
         if Stream in type(dataset).__mro__:
-            check_order_of_stream(
-                shuffle, (sampler, batch_sampler), drops_last=drop_last and batch_size is None
+            check_stream(
+                {
+                    "shuffle: call its method shuffle()": shuffle,
+                    "sampler or batch_sampler": (sampler, batch_sampler) != (None, None),
+                    "drop_last here: give it to batch()": batch_size is None and drop_last,
+                }
             )
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,

@@ -335,65 +335,37 @@ def _check_host(loader: Any) -> None:
         )
 
 
-def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
-    """Check the arguments of a loader over a stream of shards."""
-    sharing, batched = loader._sharing, stream.is_batched
-    one_step = sharing.devices is None and getattr(loader, "num_shards", None) is None
-    collates = loader.collate_fn not in (default_collate, default_convert)
-    rules = [
-        (not batched or loader.batch_size is None, "makes its batches: give batch_size=None"),
-        (not (batched and collates), "collates its batches: give collate= to its method batch()"),
-        (
-            not callable(values.get("on_error")),
-            "leaves out a bad record, and cannot replace it: give on_error='skip'",
-        ),
-        ("fetch_concurrency" not in values, "is read in order: leave out fetch_concurrency"),
-        (loader.in_order, "has an order in which its batches come: leave out in_order=False"),
-        (loader._adapter is None, f"{_OWN} a number for num_workers"),
-        (sharing.scope == "rank", f"{_OWN} worker_scope='rank'"),
-        (one_step, "has one batch a step: leave out devices and num_shards"),
-        (
-            getattr(loader, "last_batch", None) in (None, "pad", "discard"),
-            "takes 'pad' or 'discard' for last_batch, which fill up or leave out a last step",
-        ),
-    ]
-    for is_right, text in rules:
-        if not is_right:
-            raise ValueError(f"a stream of shards {text}")
-
-
-_OWN = "gives each worker readers of its own: give"
-
-
-def check_order_of_stream(
-    shuffle: object, samplers: tuple[object, object], *, drops_last: bool
-) -> None:
-    """Check the arguments of a loader over a stream of shards that torch's loader refuses as well.
+def check_stream(given: dict[str, object]) -> None:
+    """Raise ValueError if an argument is given that a stream of shards cannot be combined with.
 
     Args:
-        shuffle: The argument.
-        samplers: The sampler and the batch sampler.
-        drops_last: Whether ``drop_last`` is given with ``batch_size=None``.
-
-    Raises:
-        ValueError: If one is given; says what to give instead.
+        given: Maps each of them, with what to do instead, to whether it is given.
     """
-    wrong = ""
-    if shuffle:
-        wrong = "is shuffled by its method: give stream.shuffle(1000), and leave out shuffle"
-    elif samplers != (None, None):
-        wrong = "has its own order: leave out sampler and batch_sampler"
-    elif drops_last:
-        wrong = "makes its batches: give drop_last=True to its method batch()"
-    if wrong:
-        raise ValueError(f"a stream of shards {wrong}")
+    for text, is_given in given.items():
+        if is_given:
+            raise ValueError(f"a stream of shards cannot be combined with {text}")
 
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     """Check what depends on more than one argument in another way."""
-    if isinstance(loader.dataset, Stream):
-        _check_stream(loader, loader.dataset, values)
     sharing, wrong, get = loader._sharing, "", values.get
+    if isinstance(loader.dataset, Stream):
+        batched = loader.dataset.is_batched
+        own_collate = loader.collate_fn not in (default_collate, default_convert)
+        devices = sharing.devices is not None or getattr(loader, "num_shards", None) is not None
+        check_stream(
+            {
+                "batch_size after its method batch(): give None": batched and loader.batch_size,
+                "collate_fn after its method batch(): give it collate=": batched and own_collate,
+                "a function as on_error: give 'skip'": callable(get("on_error")),
+                "fetch_concurrency": "fetch_concurrency" in values,
+                "in_order=False": not loader.in_order,
+                "num_workers='auto': give a number": loader._adapter is not None,
+                "worker_scope='host': give 'rank'": sharing.scope != "rank",
+                "devices or num_shards: have a process for each device": devices,
+                "last_batch='keep': give 'pad'": getattr(loader, "last_batch", None) == "keep",
+            }
+        )
     if get("max_failures") is not None and get("on_error", "raise") == "raise":
         wrong = (
             "max_failures has no effect with on_error='raise', since the first bad sample raises. "
