@@ -66,8 +66,8 @@ class Counts:
     """What an engine has counted since its start. Only the engine writes it.
 
     ``lent`` and ``copied`` are batches, ``restarts`` replaced workers. ``slot_bytes`` is what all
-    slots take now, ``most_bytes`` what they took at most, ``largest_bytes`` what the largest batch
-    took, and ``share_bytes`` what a slot may take (0 for no maximum).
+    slots take now, ``most_bytes`` what they took at most, and ``largest_bytes`` what the largest
+    batch took.
     """
 
     lent: int = 0
@@ -77,7 +77,6 @@ class Counts:
     slot_bytes: int = 0
     most_bytes: int = 0
     largest_bytes: int = 0
-    share_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -150,12 +150,7 @@ class Record:
         if counts is not None:
             for name in ("lent", "copied", "restarts"):
                 added[name] = getattr(counts, name)
-            sums.set_most(
-                count=counts.slot_count,
-                nbytes=counts.most_bytes,
-                largest_bytes=counts.largest_bytes,
-                share_bytes=counts.share_bytes,
-            )
+            sums.set_most(count=counts.slot_count, nbytes=counts.most_bytes)
         for worker_id, usage in enumerate(readings.read(thoroughly=thoroughly) if readings else ()):
             added[worker_id, "cpu"], added[worker_id, "stalled"] = usage.cpu_ns, usage.stalled_ns
             known = {"pid": usage.pid, "pss_bytes": usage.pss_bytes}

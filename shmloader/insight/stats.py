@@ -145,38 +145,18 @@ class SlotStats:
         nbytes: Maximum memory that all slots took together, in bytes.
         lent: Number of batches whose slot was lent to the consumer.
         copied: Number of batches that were copied out, since the consumer held too many.
-        largest_bytes: Bytes that the largest batch took.
-        share_bytes: Maximum bytes that a batch may take, by ``shm_size``; 0 for no maximum.
     """
 
     count: int = 0
     nbytes: int = 0
     lent: int = 0
     copied: int = 0
-    largest_bytes: int = 0
-    share_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the machine offers this process.
-
-    Attributes:
-        cores: Number of cores that this process may use.
-        free_bytes: Bytes of memory that may still be taken; None if not known.
-        limit: What limits the memory, in words.
-    """
-
-    cores: int = 0
-    free_bytes: int | None = None
-    limit: str = ""
 
 
 class Finding(enum.StrEnum):
     """The rule that made the verdict."""
 
     NOTHING_YET = "nothing yet"
-    MEMORY = "memory near the limit"
     NOTHING_TO_GAIN = "nothing to gain"
     START_UP = "start-up"
     SAMPLER = "slow sampler"
@@ -222,7 +202,7 @@ class LoaderStats:
         slots: The use of shared memory.
         restarts: Number of workers that were replaced.
         failures: Number of samples that were left out or replaced, and of batches that raised.
-        machine: What the machine offers this process.
+        cores: Number of cores that this process may use.
         finding: The rule that made the verdict.
         verdict: What limits the speed, in one sentence. Mostly a second one says what to change.
     """
@@ -252,7 +232,7 @@ class LoaderStats:
     slots: SlotStats = SlotStats()
     restarts: int = 0
     failures: int = 0
-    machine: Machine = Machine()
+    cores: int = 0
     finding: Finding = Finding.NOTHING_YET
     verdict: str = "No batch has been delivered yet."
 
@@ -273,9 +253,9 @@ class LoaderStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by their names, as values that ``json.dumps`` takes.
 
-        ``wait``, ``stages``, ``slots`` and ``machine`` are dicts, and ``workers`` is a list of
-        dicts. The end of a name is its unit: ``_s`` for seconds, ``bytes`` for bytes, ``share`` for
-        0 to 1. ``finding`` is its text.
+        ``wait``, ``stages`` and ``slots`` are dicts, and ``workers`` is a list of dicts. The end of
+        a name is its unit: ``_s`` for seconds, ``bytes`` for bytes, ``share`` for 0 to 1.
+        ``finding`` is its text.
         """
         return dict(as_plain(self))
 
@@ -285,7 +265,7 @@ def _lines_of(stats: LoaderStats) -> list[str]:
     if not stats.kind:
         return [f"shmloader: {stats.verdict}"]
     wait, slots, batches = stats.wait, stats.slots, counted(stats.batches, "batch", "batches")
-    workers, cores = counted(stats.num_workers, "worker"), counted(stats.machine.cores, "core")
+    workers, cores = counted(stats.num_workers, "worker"), counted(stats.cores, "core")
     lines = [
         f"shmloader: {_epochs(stats)}, {stats.kind}, {workers}, {cores}",
         "",

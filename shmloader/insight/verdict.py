@@ -1,24 +1,21 @@
 """Makes the statistics of what was recorded, and says what limits the speed and what to change.
 
-First comes what may end the run (memory), then whether there is anything to gain. Otherwise, the
-verdict goes by where the next batch was while the consumer waited (``wait.causes``): the group of
-causes with the largest share of the wait is named, with its remedy.
+First comes whether there is anything to gain. Otherwise, the verdict goes by where the next batch
+was while the consumer waited (``wait.causes``): the group of causes with the largest share of the
+wait is named, with its remedy.
 
 **Guarantees:** A verdict is one sentence about the cause, with the wait as the table shows it, and
-mostly a second one that says what to do and names an argument. "Raise num_workers" and "lower
-num_workers" never follow each other in similar epochs: between the thresholds of these two there is
-a gap.
+mostly a second one that says what to do and names an argument.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from shmloader.grammar import counted, seconds, size, with_share
+from shmloader.grammar import counted, seconds, with_share
 from shmloader.insight.stats import (
     Finding,
     LoaderStats,
-    Machine,
     SlotStats,
     Times,
     WaitStats,
@@ -56,8 +53,6 @@ SHORT_BATCH_S = 0.00005
 SLOW_COPY = 1e8
 #: Slots are held where a larger share of the batches than this was copied out of them.
 COPIED_SHARE = 0.5
-#: Memory is near its limit where less than this share of it is free.
-FREE_SHARE = 0.1
 
 # The causes of waiting, by what they lead to. The last group is told apart further.
 _CAUSES = {
@@ -75,8 +70,6 @@ def judged(stats: LoaderStats) -> LoaderStats:
     if not stats.batches:
         return stats
     wait = stats.wait
-    if memory := _full_memory(stats):
-        return replace(stats, finding=Finding.MEMORY, verdict=memory)
     loop = f"Your loop waited {with_share(wait.total_s, wait.share)} for data"
     if wait.share < IDLE_SHARE:
         text = f"{loop}, so a faster loader would gain nothing."
@@ -156,7 +149,7 @@ def _limit_of_delivery(stats: LoaderStats, wait_s: float) -> tuple[Finding, str,
 
 def _limit_of_workers(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, str]:
     """Return what keeps workers from loading faster, given the seconds of waiting for them."""
-    count, cores, stages = stats.num_workers, stats.machine.cores, stats.stages
+    count, cores, stages = stats.num_workers, stats.cores, stats.stages
     what = "collate_fn" if stages.collate > stages.fetch else "the dataset"
     busy_s, ran_s, stalled_s = _used(stats)
     wanted_s = ran_s + stalled_s
@@ -198,7 +191,7 @@ def _limit_of_workers(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, 
 
 def _more_at_once(stats: LoaderStats, what: str, *, is_waiting: bool) -> tuple[str, str]:
     """Return the verdict on workers that are all busy, most of which may only wait in a sample."""
-    count, cores, most = stats.num_workers, stats.machine.cores, stats.samples // stats.batches
+    count, cores, most = stats.num_workers, stats.cores, stats.samples // stats.batches
     cause = f"while workers were busy in {what}" if count else f"in {what}, which it runs itself"
     if is_waiting:
         cause = f"while workers waited in {what}, such as for a disk or network"
@@ -245,25 +238,10 @@ def _is_locked(stats: LoaderStats, *, lacks_cores: bool = False) -> bool:
     return is_limit and ran_s <= most_s and has_lock()
 
 
-def _full_memory(stats: LoaderStats) -> str:
-    """Return the verdict if memory is near its limit; otherwise ""."""
-    slots, free = stats.slots, stats.machine.free_bytes
-    used = slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
-    if slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0:
-        largest, share = size(slots.largest_bytes), size(slots.share_bytes)
-        text = f"The largest batch took {largest} of the {share} that shm_size leaves for each."
-        return f"{text} Raise shm_size before a larger batch raises SharedMemoryError."
-    if free is not None and free < FREE_SHARE * (free + used):
-        lower = "num_workers" if stats.num_workers > 1 else "prefetch_factor"
-        text = f"The loader takes {size(used)}, and {size(free)} is free ({stats.machine.limit})."
-        return f"{text} Lower {lower} before memory runs out."
-    return ""
-
-
-def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
+def snapshot(sums: Sums | None, epochs: int, cores: int) -> LoaderStats:
     """Return the statistics of what was recorded in a number of epochs; None before the first."""
     if sums is None or not sums.newest:
-        return LoaderStats(machine=machine)
+        return LoaderStats(cores=cores)
     added, newest, times = sums.added, sums.newest, Times._fields
     elapsed_s, total_s = max(1, added["elapsed"]) / _NS, added["waited"] / _NS
     causes = {name: added["wait", name] / _NS for name in times}
@@ -292,7 +270,7 @@ def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
         stages=Times(*(added["stage", name] / _NS for name in times)),
         workers=tuple(_worker_stats(sums, number) for number in numbers),
         slots=SlotStats(lent=added["lent"], copied=added["copied"], **most),
-        machine=machine,
+        cores=cores,
     )
     return judged(stats)
 

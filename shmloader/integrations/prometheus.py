@@ -49,7 +49,6 @@ _GAUGES = {
     "slots": ("Most slots of an epoch.", "slots.count"),
     "shared_memory_max_bytes": ("Most memory that all slots of an epoch took.", "slots.nbytes"),
     "worker_memory_bytes": ("Memory of workers, with parts of shared pages.", "workers.pss_bytes"),
-    "free_memory_bytes": ("Memory that the process may still take.", "machine.free_bytes"),
 }
 _PARTS = {"wait_seconds": "cause", "stage_seconds": "stage"}
 

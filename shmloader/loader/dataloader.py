@@ -43,7 +43,7 @@ from shmloader.loader.options import (
     read_options,
 )
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
-from shmloader.memory.limits import free_memory, usable_cores
+from shmloader.memory.limits import usable_cores
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import choice, is_cut_for_ranks, rank_of
 from shmloader.streams.stream import Stream
@@ -489,13 +489,9 @@ class DataLoader(ResumableLoader[_T_co]):
         return self._snapshot(statistics.total(), statistics.epochs)
 
     def _snapshot(self, sums: Sums | None, epochs: int) -> "LoaderStats":
-        from shmloader.insight.stats import Machine  # noqa: PLC0415 - takes 10 ms
-        from shmloader.insight.verdict import snapshot  # noqa: PLC0415
+        from shmloader.insight.verdict import snapshot  # noqa: PLC0415 - takes 10 ms
 
-        root = Path(self._root)
-        free, cores = free_memory(root), usable_cores(root)
-        memory = () if free is None else (free.nbytes, free.limit)
-        return snapshot(sums, epochs, Machine(cores, *memory))
+        return snapshot(sums, epochs, usable_cores(Path(self._root)))
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

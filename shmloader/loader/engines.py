@@ -195,7 +195,6 @@ class Workers:
                 lend_limit=config.lend_limit,
                 present=count,
             )
-            self.engine.counts.share_bytes = config.slot_bytes or 0
             self.engine.resume()
             stack.pop_all()
 

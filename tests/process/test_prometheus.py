@@ -119,13 +119,13 @@ def test_a_value_that_shrinks_does_not_take_its_counter_back(monkeypatch) -> Non
     monkeypatch.setattr(loader, "stats", lambda _: shmloader_stats())
     after = scraped(registry)
     assert after["batches_total", "train"] == before["batches_total", "train"] == 6
-    assert after["free_memory_bytes", "train"] == 1
+    assert after["workers", "train"] == 7
 
 
 def shmloader_stats() -> Any:
-    from shmloader.insight.stats import LoaderStats, Machine
+    from shmloader.insight.stats import LoaderStats
 
-    return LoaderStats(machine=Machine(free_bytes=1))
+    return LoaderStats(num_workers=7)
 
 
 def test_a_scrape_starts_no_worker() -> None:

@@ -61,6 +61,5 @@ def test_statistics_as_a_dict_are_json_with_the_names_of_the_fields() -> None:
     assert found["wait"]["causes"] == Times()._asdict()
     assert found["stages"]["fetch"] == 1.5
     assert found["workers"][0]["busy_share"] == 0.5
-    assert found["machine"] == {"cores": 0, "free_bytes": None, "limit": ""}
     assert found["finding"] == Finding.NOTHING_YET == "nothing yet"
     assert type(found["finding"]) is type(STATS.to_dict()["finding"]) is str

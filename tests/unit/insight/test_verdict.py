@@ -15,7 +15,6 @@ from shmloader.insight.record import Record
 from shmloader.insight.stats import (
     Finding,
     LoaderStats,
-    Machine,
     SlotStats,
     Times,
     WaitStats,
@@ -56,7 +55,7 @@ def stats_of(
         ),
         stages=stages,
         workers=tuple(WorkerStats(number, batches=50, **one) for number, one in enumerate(each)),
-        machine=given.pop("machine", Machine(cores=cores)),
+        cores=cores,
         **given,
     )
     return judged(stats)
@@ -358,10 +357,8 @@ def statistics(draw: st.DrawFn) -> LoaderStats:
         wait=WaitStats(total_s=total_s, share=total_s / elapsed_s, causes=causes),
         stages=draw(times()),
         workers=tuple(workers) if count else (),
-        slots=SlotStats(*(draw(SIZES) for _ in range(6))) if kind == "processes" else SlotStats(),
-        machine=Machine(
-            draw(st.integers(1, 256)), draw(st.none() | SIZES), "memory of the machine"
-        ),
+        slots=SlotStats(*(draw(SIZES) for _ in range(4))) if kind == "processes" else SlotStats(),
+        cores=draw(st.integers(1, 256)),
     )
 
 
@@ -375,7 +372,7 @@ def test_a_verdict_is_a_cause_and_mostly_an_action_that_names_an_argument(measur
     for action in actions:
         assert ARGUMENTS.intersection(re.findall(r"\w+", action)), action
         assert "gain" not in cause
-    if stats.finding not in (Finding.MEMORY, Finding.NOTHING_YET):
+    if stats.finding is not Finding.NOTHING_YET:
         row = next(line for line in str(stats).splitlines() if line.startswith("  waited "))
         waited = re.search(r"waited +(\S+ \S+ \(\d+%\)),", row)
         assert waited is not None
@@ -408,7 +405,7 @@ def run(load_ms: int, build_ms: int, use_ms: Callable[[int], int], count: int = 
         record.add(asked_ns, now_ns, 0, times, None)
         taken.append(now_ns)
         now_ns += use_ms(number) * MS
-    return snapshot(record.sums(), 1, Machine(cores=4))
+    return snapshot(record.sums(), 1, 4)
 
 
 def test_bursts() -> None:
