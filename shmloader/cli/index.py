@@ -13,10 +13,10 @@ from shmloader.cli.target import UsageError
 from shmloader.errors import ShardError
 from shmloader.grammar import counted
 from shmloader.streams import Format, open_jsonl, open_parquet, open_tar
-from shmloader.streams.files import uncompressed_name
 
 _FORMATS: dict[str, Format] = {
-    ".tar": open_tar, ".jsonl": open_jsonl, ".ndjson": open_jsonl, ".parquet": open_parquet,
+    ".tar": open_tar, ".tgz": open_tar, ".tzst": open_tar, ".jsonl": open_jsonl,
+    ".ndjson": open_jsonl, ".parquet": open_parquet,
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _result(path: str) -> int | str:
 
 
 def _format_of(path: str) -> Format | None:
-    return _FORMATS.get(Path(uncompressed_name(path)).suffix)
+    return _FORMATS.get(Path(path.lower().removesuffix(".gz").removesuffix(".zst")).suffix)
 
 
 def _leave_interrupts_to_parent() -> None:

@@ -38,15 +38,6 @@ def is_compressed(path: str) -> bool:
     return path.lower().endswith(_GZIP + _ZSTD)
 
 
-def uncompressed_name(path: str) -> str:
-    """Return the name without compression, in lower case: ``a.tar`` for ``A.tgz``."""
-    name = path.lower()
-    for ending in (".tgz", ".tzst"):
-        if name.endswith(ending):
-            return name.removesuffix(ending) + ".tar"
-    return name.removesuffix(".gz").removesuffix(".zst")
-
-
 def open_file(path: str) -> IO[bytes]:
     """Open a shard for reading from its beginning, and decompress what is read.
 

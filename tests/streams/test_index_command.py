@@ -44,8 +44,8 @@ def test_a_bad_shard_is_named_and_the_others_are_indexed(capsys, jobs):
 def test_a_name_that_says_no_format_is_refused(capsys):
     assert main(["index", "a.tar", "b.bin"]) == 2
     assert capsys.readouterr().err == (
-        "shmloader index: error: b.bin: its name should end in .tar, .jsonl, .ndjson, .parquet, "
-        ".gz or .zst\n"
+        "shmloader index: error: b.bin: its name should end in .tar, .tgz, .tzst, .jsonl, "
+        ".ndjson, .parquet, .gz or .zst\n"
     )
     with pytest.raises(SystemExit) as info:
         main(["index"])
