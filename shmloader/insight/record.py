@@ -30,8 +30,8 @@ _CONSUMER, _STAGE, _FIRST_WORKER = 1, 2, 10
 
 # What of a record becomes a field of the statistics.
 _FACTS = (
-    "epoch", "kind", "num_workers", "persistent_workers", "in_order", "is_auto",
-    "fetch_concurrency", "has_transform", "is_over",
+    "epoch", "kind", "num_workers", "persistent_workers", "in_order", "fetch_concurrency",
+    "has_transform", "is_over",
 )  # fmt: skip
 _facts_of = operator.attrgetter(*_FACTS)
 
@@ -44,8 +44,8 @@ class Record:
 
     Attributes:
         epoch: Number of the epoch.
-        kind, num_workers, persistent_workers, in_order, is_auto, fetch_concurrency, has_transform:
-            See :class:`~shmloader.insight.stats.LoaderStats`.
+        kind, num_workers, persistent_workers, in_order, fetch_concurrency, has_transform: See
+            :class:`~shmloader.insight.stats.LoaderStats`.
         counts: Counts of the engine; None without one.
         readings: Usage of the workers; None without workers of ours.
         failed: The loader's list of failures, with their ``total``; None if none is kept.
@@ -63,7 +63,6 @@ class Record:
     num_workers: int
     persistent_workers: bool = False
     in_order: bool = True
-    is_auto: bool = False
     fetch_concurrency: int = 0
     has_transform: bool = False
     counts: Counts | None = None

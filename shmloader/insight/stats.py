@@ -183,7 +183,6 @@ class LoaderStats:
         num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
         in_order: Whether batches wait for earlier ones.
-        is_auto: Whether the loader chooses the number of workers itself.
         fetch_concurrency: Number of samples of a batch that a worker loads at once. It is 0 if it
             cannot be raised: without workers or indices, or with one call for a whole batch.
         has_transform: Whether there is a ``device_transform``.
@@ -216,7 +215,6 @@ class LoaderStats:
     num_workers: int = 0
     persistent_workers: bool = False
     in_order: bool = True
-    is_auto: bool = False
     fetch_concurrency: int = 0
     has_transform: bool = False
     batches: int = 0

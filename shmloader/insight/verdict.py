@@ -49,8 +49,6 @@ OURS_SHARE = 0.8
 LONG_DELIVERY_S = 0.0002
 #: More workers are no help for batches that come faster than this: each costs this process as much.
 SHORT_BATCH_S = 0.00005
-#: A copy to a device moves more bytes a second than this.
-SLOW_COPY = 1e8
 #: Slots are held where a larger share of the batches than this was copied out of them.
 COPIED_SHARE = 0.5
 
@@ -83,8 +81,6 @@ def judged(stats: LoaderStats) -> LoaderStats:
         case Finding.COPYING if wait.causes.pin > wait.causes.device:
             cause = "while a batch was being pinned"
             remedy = "Give device= in place of pin_memory=True: it copies from shared memory."
-        case Finding.COPYING if stats.has_transform and stats.nbytes < SLOW_COPY * spent_s:
-            cause, remedy = _TEXTS[finding][0], "Make device_transform cheaper."
         case Finding.TOO_FEW_WORKERS if spent_s >= SHORT_BATCH_S * stats.batches:
             finding, cause, remedy = _limit_of_workers(stats, spent_s)
         case Finding.DELIVERY | Finding.TOO_FEW_WORKERS:
@@ -106,7 +102,7 @@ _TEXTS = {
     ),
     Finding.COPYING: (
         "while a batch was copied to the device and transformed there",
-        "Send smaller types, such as uint8, and convert them in device_transform.",
+        "Send smaller types, such as uint8, and convert them in a cheap device_transform.",
     ),
     Finding.INTERPRETER_LOCK: (
         "while threads took turns at running Python code",
@@ -165,16 +161,13 @@ def _limit_of_workers(stats: LoaderStats, wait_s: float) -> tuple[Finding, str, 
     if lacks_cores:
         own_s = max(0.0, stats.cpu_s - (ran_s if stats.kind == "threads" else 0.0))
         cause = f"while workers computed in {what} on {counted(cores, 'core')}"
-        remedy = f"Make {what} cheaper: a larger num_workers cannot help."
+        remedy = f"Make {what} cheaper, or stop other programs: num_workers cannot help."
         if is_stalled and own_s - stats.consumer_cpu_s > OWN_CORES * stats.elapsed_s:
             cause = "while workers and your loop's own threads shared the cores"
             threads = max(1, cores - count)
             remedy = f"Call torch.set_num_threads({threads}): a larger num_workers cannot help."
-        elif is_stalled and ran_s + own_s < OURS_SHARE * cores * stats.elapsed_s:
-            cause = "while workers had to wait for a free core"
-            remedy = "Stop other programs on this machine: a larger num_workers cannot help."
-        elif is_stalled and count > cores:
-            cause = f"while {count} workers shared {counted(cores, 'core')}"
+        elif is_stalled:
+            cause = f"while workers had to wait for one of {counted(cores, 'core')}"
         return Finding.CORES_BUSY, cause, remedy
     if not is_ahead:
         cause = "in bursts, between which workers had nothing to do"
@@ -202,9 +195,7 @@ def _more_at_once(stats: LoaderStats, what: str, *, is_waiting: bool) -> tuple[s
             remedy = f"Give fetch_concurrency={min(most, 16)}"
         return cause, f"{remedy}, if several threads may use the dataset at once."
     remedy = f"Raise num_workers above {count}"
-    if stats.is_auto:
-        remedy = f'Give num_workers a number above {count}: "auto" adds workers one by one'
-    elif stats.kind == "executor":
+    if stats.kind == "executor":
         remedy += ", and give the executor more processes"
     elif count < cores:
         remedy += f": there are {counted(cores, 'core')}"

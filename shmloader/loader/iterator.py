@@ -184,7 +184,6 @@ class BatchIterator(_BaseDataLoaderIter):
             loader.num_workers,
             persistent_workers=self._persistent_workers,
             in_order=self._config.in_order,
-            is_auto=self._adapter is not None,
             fetch_concurrency=0 if is_inline else self._config.samples_at_once,
             has_transform=self._config.device_transform is not None,
             counts=self._engine.counts,
