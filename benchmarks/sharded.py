@@ -1,14 +1,10 @@
-"""What does cutting cost: shards in a step, a rank's part, an order of 100 million samples?
+"""What does cutting cost: a rank's part, and an order of 100 million samples?
 
-Compares a ``DataLoader`` with a ``ShardedDataLoader`` of the same total batch: as one rank of one
-(*rank*), and cut into four shards a step (*shards*). A sharded loader always has a seed, and so
-random streams for each sample, which these samples do not use. So the cost of cutting is the ratio
-to a ``DataLoader`` with ``seed=0`` (*seeded*); the other ratio is to one without a seed (*plain*).
-A step of four shards has four times as many tensors as one batch. A ``DataLoader(seed=0)`` gives as
-many in two ways: *by hand*, where the consumer cuts each batch into four, and *small*, where four
-batches of a shard's size count as a step. Each run is a fresh process. Kinds take turns within a
-round, and a round's ratio compares runs that lie next to each other in time. The consumer touches
-every tensor.
+Compares a ``DataLoader`` with a ``ShardedDataLoader`` that is one rank of one (*rank*). A sharded
+loader always has a seed, and so random streams for each sample, which these samples do not use. So
+the cost of cutting is the ratio to a ``DataLoader`` with ``seed=0`` (*seeded*); the other ratio is
+to one without a seed (*plain*). Each run is a fresh process. Kinds take turns within a round, and a
+round's ratio compares runs that lie next to each other in time. The consumer touches every tensor.
 
 Finally, one epoch of 100 million shuffled samples is drawn as one rank of eight, without any data.
 The time and the memory that this takes are printed.
@@ -25,13 +21,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
-from typing import Any
 
-import torch
 from _fresh import in_turn, run_anew
 from _machine import describe_machine
-from _peers import map_leaves
 from _spread import with_spread
 from _workloads import WORKLOADS, Samples, Workload, smallest, touch
 
@@ -39,9 +31,7 @@ import shmloader
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.seeded_order import SeededOrder
 
-KINDS = ("plain", "seeded", "by hand", "small", "rank", "shards")
-_SHARDS = 4
-# Workloads whose batches can be cut into four.
+KINDS = ("plain", "seeded", "rank")
 _WORKLOADS = ("a", "c", "d")
 _WARMUP_STEPS = 12
 _RUN_LIMIT_S = 180.0
@@ -55,18 +45,11 @@ def _consume(steps: Iterator[object], seconds: float, at_least: int, stride: int
     """Touch at least so many steps, for at least so many seconds; return steps a second."""
     began = time.perf_counter()
     for count, step in enumerate(steps, 1):
-        for batch in step if isinstance(step, list) else [step]:
-            touch(batch)
+        touch(step)
         elapsed_s = time.perf_counter() - began
         if count >= at_least and count % stride == 0 and elapsed_s >= seconds:
             return count / elapsed_s
     raise RuntimeError("the loader has ended")
-
-
-def _cut(batch: Any) -> list[Any]:
-    """Cut a batch into four, as for four devices."""
-    chunked = map_leaves(lambda leaf: leaf.chunk(_SHARDS), batch, torch.Tensor)
-    return [map_leaves(itemgetter(part), chunked, tuple) for part in range(_SHARDS)]
 
 
 def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[str, float]:
@@ -75,28 +58,20 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
     options = {"num_workers": workers, "multiprocessing_context": "fork"}
     if kind == "plain":
         loader = shmloader.DataLoader(dataset, work.batch_size, **options)
-    elif kind in {"seeded", "by hand"}:
+    elif kind == "seeded":
         loader = shmloader.DataLoader(dataset, work.batch_size, seed=0, **options)
-    elif kind == "small":
-        loader = shmloader.DataLoader(dataset, work.batch_size // _SHARDS, seed=0, **options)
-    elif kind == "rank":
-        loader = shmloader.ShardedDataLoader(dataset, work.batch_size, **options)
     else:
-        loader = shmloader.ShardedDataLoader(
-            dataset, work.batch_size // _SHARDS, num_shards=_SHARDS, **options
-        )
+        loader = shmloader.ShardedDataLoader(dataset, work.batch_size, **options)
     with loader:
-        steps = map(_cut, loader) if kind == "by hand" else iter(loader)
+        steps = iter(loader)
         _consume(steps, 0.3, _WARMUP_STEPS, work.clock_stride)
-        rate = _consume(steps, seconds, 1, work.clock_stride)
-        # The consumer takes one batch at a time: if it held four, some would be copied out.
-        return {"steps_per_s": rate / _SHARDS if kind == "small" else rate}
+        return {"steps_per_s": _consume(steps, seconds, 1, work.clock_stride)}
 
 
 def run_order(length: int) -> dict[str, float]:
     """Draw one epoch of a long order in this process."""
     ranks = Ranks(0, _ORDER_RANKS)
-    plan = SeededOrder(_ORDER_BATCH, 0, "pad", 0, length=length, shuffle=True, ranks=ranks)
+    plan = SeededOrder(_ORDER_BATCH, "pad", 0, length=length, shuffle=True, ranks=ranks)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     steps = iter(plan)
@@ -182,7 +157,7 @@ def main() -> None:
         print(json.dumps(run_loader(options.run, work, options.workers, options.seconds)))
         return
     print(describe_machine())
-    print(f"{_SHARDS} shards a step, {options.workers} workers, {options.rounds} rounds\n")
+    print(f"{options.workers} workers, {options.rounds} rounds\n")
     _compare(options, works)
     order = _measure(["--run=order", *(["--smallest"] if options.smallest else [])])
     steps, elapsed_s = order["steps"], order["elapsed_s"]

@@ -21,7 +21,7 @@ The layers; imports run downward only::
     shared      datasets in shared memory, once for all processes
     collate     collate functions for samples of different lengths
     memory      shared-memory slots, and how batches get in and out
-    sampling    orders of samples, and how they are cut for ranks and shards
+    sampling    orders of samples, and how they are cut for ranks
     threads     background threads, and protection against forks and Ctrl-C
     messages    the messages between processes
     insight     where the time goes: the times of each batch, statistics and the verdict

@@ -242,9 +242,9 @@ class LateDevice:
         finally:
             self.library.late_capture(0)
 
-    def fail_after(self, copies: int, device: int = 0) -> None:
-        """Let every call of a device raise after so many copies. Negative: from now on."""
-        self.library.late_fail_after(device, copies)
+    def fail_after(self, copies: int) -> None:
+        """Let every call of device 0 raise after so many copies. Negative: from now on."""
+        self.library.late_fail_after(0, copies)
 
     def registered_bytes(self, address: int) -> int:
         """Return how many bytes are registered from this address on."""

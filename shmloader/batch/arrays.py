@@ -38,7 +38,7 @@ from shmloader.memory.flat import (
 from shmloader.memory.rows import DIRECT, GATHERED_DTYPES, RepeatedGather, RowsAt, RowSource
 from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.memory_maps import address_of
-from shmloader.sampling.indices import IndexArray, as_list, is_sharded
+from shmloader.sampling.indices import IndexArray, as_list
 from shmloader.shared.containers import SharedList
 
 _ARRAYS = (np.ndarray, np.memmap, torch.Tensor)
@@ -395,23 +395,15 @@ class ArrayFetcher:
         arrays: Arrays,
         plain: Any,
         timer: Timer,
-        *,
-        may_shard: bool,
         collate_fn: Any = default_collate,
     ) -> None:
-        self._arrays, self._plain = arrays, plain
-        self._timer, self._may_shard = timer, may_shard
+        self._arrays, self._plain, self._timer = arrays, plain, timer
         self._packs = is_plain(collate_fn)
         self._takes_fields = takes_fields(collate_fn)
 
     def fetch(self, indices: Any) -> Any:
-        """Return the batch of these indices, or a list of the shards' batches."""
+        """Return the batch of these indices."""
         columns = self._arrays.find()
-        if columns is not None and self._may_shard and is_sharded(indices):
-            return [self._fetch_one(columns, shard) for shard in indices]
-        return self._fetch_one(columns, indices)
-
-    def _fetch_one(self, columns: Columns | None, indices: Any) -> Any:
         valid = None if columns is None else _valid_indices(indices, columns.length)
         if columns is not None and valid is not None:
             if not self._packs and columns.row_map is not None:

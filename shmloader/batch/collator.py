@@ -121,8 +121,6 @@ class Collator:
             raise
         finally:
             timer.collate_ns += _now_ns() - began_ns
-        if self._rng is not None:
-            self._rng.end_batch()
         return batch
 
     def _collate(self, samples: Any) -> Any:

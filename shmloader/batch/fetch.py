@@ -27,7 +27,6 @@ from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import Unsaved
-from shmloader.sampling.indices import is_sharded
 from shmloader.sampling.pieces import CutDataset
 
 _T = TypeVar("_T")
@@ -47,9 +46,7 @@ class FetchConfig(NamedTuple):
         auto_collation: Whether a ticket's index is a list of keys rather than one key.
         drop_last: Whether the last batch of an iterable dataset is dropped if it is short.
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
-            ranks or shards expect batches of the same size; a whole batch is never left out.
-        may_shard: Whether a ticket's index may be a list of index lists, one for each shard, which
-            makes a list of batches.
+            ranks expect batches of the same size; a whole batch is never left out.
         seed: Seed of the samples' own random number generators; None if they have none.
         snapshot_every: After how many batches of a worker a stateful dataset's state is saved
             again. For a map-style dataset, any number but 0 means after every batch. 0 means never.
@@ -72,7 +69,6 @@ class FetchConfig(NamedTuple):
     auto_collation: bool
     drop_last: bool
     keep_size: bool = False
-    may_shard: bool = False
     seed: int | None = None
     snapshot_every: int = 0
     is_persistent: bool = False
@@ -144,27 +140,12 @@ class MapFetcher:
         return save_dataset(self._dataset, keep)
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch of an index list or one key, or a list of the shards' batches.
+        """Return the batch of an index list or one key.
 
         Raises:
-            EmptyBatchError: If all samples failed and were to be skipped. With ``keep_size``, also
-                if all samples of one shard did.
+            EmptyBatchError: If all samples failed and were to be skipped.
             BaseException: What the dataset, ``on_error`` or the collate function raises.
         """
-        if not (self._config.may_shard and is_sharded(index)):
-            return self._fetch_batch(index)
-        batches = []
-        for shard in index:
-            try:
-                batches.append(self._fetch_batch(shard))
-            except EmptyBatchError:
-                if self._config.keep_size:
-                    raise
-        if not batches:
-            raise EmptyBatchError
-        return batches
-
-    def _fetch_batch(self, index: Any) -> Any:
         is_batch = self._config.auto_collation
         if not is_batch:
             index = [index]

@@ -103,9 +103,7 @@ class BatchMaker:
         #: Returns the dataset's state, copied or pickled by its argument; None if it has none.
         self.save: Callable[[Keep[Any]], Any] = self.fetcher.save
         if arrays is not None:
-            self.fetcher = ArrayFetcher(
-                arrays, self.fetcher, timer, may_shard=config.may_shard, collate_fn=collate_fn
-            )
+            self.fetcher = ArrayFetcher(arrays, self.fetcher, timer, collate_fn)
 
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.

@@ -217,7 +217,7 @@ class SampleRng:
         self.position = 0
         self._positioned = PositionedIndices(None, 0, 0)
         # How many samples of the ticket were begun, and how many of these before the batch in work.
-        self._count = self._batch_start = 0
+        self._count = 0
 
     @contextlib.contextmanager
     def at(self, positioned: PositionedIndices) -> Iterator[Any]:
@@ -225,7 +225,7 @@ class SampleRng:
         self._positioned = positioned
         if positioned.epoch != self.epoch:
             self._begin_epoch(positioned.epoch)
-        self._count = self._batch_start = 0
+        self._count = 0
         before = _CURRENT.set(None)
         try:
             yield positioned.indices
@@ -269,15 +269,11 @@ class SampleRng:
                 self._restore_globals()
 
     def begin_collate(self) -> None:
-        """Seed for collating the samples that were begun since the last batch."""
+        """Seed for collating the samples of the ticket."""
         if self._is_iterable:
             self.seed(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
         else:
-            self.seed(Use.COLLATE, *self._positioned.key(self._batch_start))
-
-    def end_batch(self) -> None:
-        """End a batch of the ticket. A next one, of another shard, may follow."""
-        self._batch_start = self._count
+            self.seed(Use.COLLATE, *self._positioned.key(0))
 
     def seed(self, use: Use, first: int, second: int) -> None:
         """Seed for what two numbers name; see :class:`Use`."""

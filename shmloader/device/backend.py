@@ -13,8 +13,7 @@ import collections
 import contextlib
 import ctypes
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,12 +31,11 @@ _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-def parse_device(value: object, argument: str = "device") -> torch.device | None:
+def parse_device(value: object) -> torch.device | None:
     """Return the device that the user gave, with its index; None for the CPU.
 
     Args:
         value: None, a str such as ``"cuda:0"``, an index, or a ``torch.device``.
-        argument: The name of the argument, for the texts of errors.
 
     Raises:
         TypeError: If the value is of another type.
@@ -48,8 +46,8 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
         raise TypeError(
-            f"{argument} should be a device such as 'cuda:0', an index or a torch.device, "
-            f"but got {argument}={value!r}"
+            f"device should be a device such as 'cuda:0', an index or a torch.device, "
+            f"but got device={value!r}"
         )
     try:
         if isinstance(value, int):
@@ -57,8 +55,7 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
         device = torch.device(value)
     except RuntimeError as error:
         raise ValueError(
-            f"{argument} should name a device that torch knows, but got {argument}={value!r}: "
-            f"{error}"
+            f"device should name a device that torch knows, but got device={value!r}: {error}"
         ) from None
     if device.type == "cpu":
         return None
@@ -69,7 +66,7 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
     index: int | None = device.index
     if (index or 0) >= count:
         raise RuntimeError(
-            f"{argument}='{device}' does not exist: torch {torch.__version__} finds "
+            f"device='{device}' does not exist: torch {torch.__version__} finds "
             f"{counted(count, f'{device.type} device')} here"
         )
     return torch.device(device.type, current_index(device.type)) if index is None else device
@@ -174,9 +171,9 @@ class Backend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The events of the user's streams, for each batch that was delivered, oldest first. The
-        # user's threads add them. The next epoch still waits for them: an epoch may be short.
-        self._delivered: collections.deque[list[Event]] = collections.deque()
+        # The event of the user's stream, for each batch that was delivered, oldest first. The
+        # user's threads add it. The next epoch still waits for it: an epoch may be short.
+        self._delivered: collections.deque[Event] = collections.deque()
         self._new_stream: Any = torch.Stream
         self._new_event: Any = torch.Event
         self._current_stream: Any = torch.accelerator.current_stream
@@ -224,46 +221,34 @@ class Backend:
         """
         return tensor.to(self.device, non_blocking=True)
 
-    def record(self) -> Event:
-        """Record an event on the loader's stream."""
-        return self._record(self.device, self.stream)
+    def current_stream(self) -> Any:
+        """Return the calling thread's current stream."""
+        return self._current_stream(self.device)
 
-    def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:
-        """Record events of the calling thread's current streams.
-
-        There is one for the loader's device, and one for each device that the batch is on.
-        """
-        devices = dict.fromkeys([self.device, *(tensor.device for tensor in tensors)])
-        return {device: self._record(device, self._current_stream(device)) for device in devices}
-
-    def _record(self, device: torch.device, stream: Any) -> Event:
-        event = self._new_event(device)
-        event.record(stream)
+    def record(self, stream: Any = None) -> Event:
+        """Record an event on a stream; None for the loader's."""
+        event = self._new_event(self.device)
+        event.record(self.stream if stream is None else stream)
         return event
 
-    def deliver(
-        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor]
-    ) -> None:
-        """Make the calling thread's current streams wait for a batch, and record that they use it.
+    def deliver(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the calling thread's current stream wait for a batch, and record that it uses it.
 
         Args:
-            events: For each device that the batch has tensors on, the event that is complete when
-                the batch is ready.
+            event: Complete when the batch is ready.
             tensors: One tensor of each of the batch's storages.
         """
-        streams = {device: self._current_stream(device) for device in events}
-        for device, event in events.items():
-            streams[device].wait_event(event)
+        stream = self.current_stream()
+        stream.wait_event(event)
         for tensor in tensors:
-            tensor.record_stream(streams[tensor.device])
-        self._delivered.append(list(itertools.starmap(self._record, streams.items())))
+            tensor.record_stream(stream)
+        self._delivered.append(self.record(stream))
 
     def wait_for_user(self, newest: int) -> None:
         """Wait until the user's work on all batches but the ``newest`` is done."""
         while len(self._delivered) > newest:
             with contextlib.suppress(IndexError):  # another epoch's thread has taken it
-                for event in self._delivered.popleft():
-                    event.synchronize()
+                self._delivered.popleft().synchronize()
 
     def finish(self) -> None:
         """Wait for all copies. A device with a permanent error refuses that, and reads no more."""

@@ -1,4 +1,4 @@
-"""Stages that copy batches from their slots to one or several devices, ahead of the user.
+"""A stage that copies batches from their slots to a device, ahead of the user.
 
 A copy is asynchronous: it may read the slot after the call has returned. So each batch's views of
 its slot are held here until the event after its copy; when they are dropped, the lease dies, and
@@ -22,7 +22,7 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,22 +48,22 @@ _SPARSE_PARTS = {
 
 
 class PageLocks:
-    """The page locks of a loader's slots, which let devices of one kind read them directly.
+    """The page locks of a loader's slots, which let a device read them directly.
 
     Used from any thread.
 
     Guarantees:
         * Only pages that were admitted before are locked (:mod:`shmloader.pools.slot_memory` counts
           them), so locking takes no further memory.
-        * Locked pages are neither given back to the system nor unmapped. Otherwise a device would
+        * Locked pages are neither given back to the system nor unmapped. Otherwise the device would
           continue to read the old pages.
-        * A slot is unlocked only when no device reads it.
+        * A slot is unlocked only when the device does not read it.
         * A lock is listed before locking, and removed from the list after unlocking. So an
           interruption leaves at most a listed slot without a lock, and unlocking is tried again.
     """
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self._backends = backends
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._is_refused = False
         self._pid = os.getpid()
         # Locked bytes, by the slot's address.
@@ -77,22 +77,22 @@ class PageLocks:
         If the driver refuses, this warns once, and locks nothing from then on.
 
         Args:
-            slot: The slot, which no device reads at this moment.
+            slot: The slot, which the device does not read at this moment.
             nbytes: Number of bytes from its start, all of which have pages.
         """
         if self._is_refused or self._locked.get(slot.address, 0) >= nbytes:
             return
-        first = self._backends[0]
-        why = first.driver
+        backend = self._backend
+        why = backend.driver
         if not isinstance(why, str):
             wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
-            with first.ready():
+            with backend.ready():
                 error = self._lock(why, slot.address, wanted)
             why = error and f"page-locking {size(wanted)} was refused: {error}"
         if why:
             self._is_refused = True
             warnings.warn(
-                f"shmloader copies batches to {first.device} through pinned memory: its shared "
+                f"shmloader copies batches to {backend.device} through pinned memory: its shared "
                 f"memory cannot be page-locked ({why})",
                 RuntimeWarning,
                 stacklevel=2,
@@ -113,18 +113,18 @@ class PageLocks:
         return error
 
     def unlock(self, slot: Slot) -> None:
-        """Unlock a slot, which no device reads any more."""
+        """Unlock a slot, which the device no longer reads."""
         # What the parent locked does not concern a forked child.
         if os.getpid() != self._pid or slot.address not in self._locked:
             return
-        driver = self._backends[0].driver
+        driver = self._backend.driver
         assert not isinstance(driver, str)
-        with self._backends[0].ready():
+        with self._backend.ready():
             driver.unregister(slot.address)  # a lost device refuses it, and reads nothing any more
         del self._locked[slot.address]
 
     def end_reads(self, slots: Iterable[Slot]) -> None:
-        """Wait until no device reads these slots, and unlock them. Raises nothing.
+        """Wait until the device reads none of these slots, and unlock them. Raises nothing.
 
         No copy begins meanwhile. One that begins later finds the slot unlocked.
         """
@@ -136,8 +136,7 @@ class PageLocks:
                 self._wait_and_unlock(locked)
 
     def _wait_and_unlock(self, slots: Iterable[Slot]) -> None:
-        for backend in self._backends:
-            backend.finish()
+        self._backend.finish()
         for slot in slots:
             self.unlock(slot)
 
@@ -146,7 +145,7 @@ class PageLocks:
         """Keep a tensor's memory locked in the block, if it is locked.
 
         Yields:
-            Whether a device may read the memory directly.
+            Whether the device may read the memory directly.
         """
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         with self._reading:
@@ -158,27 +157,24 @@ class PageLocks:
 
 
 class Destination:
-    """The devices that a loader's batches go to. All iterators of a loader share it.
+    """The device that a loader's batches go to. All iterators of a loader share it.
 
     Attributes:
-        backends: One for each device; None for the CPU.
-        locks: The page locks of slots, for all devices.
+        backend: The device.
+        locks: The page locks of slots.
 
     Args:
-        devices: Results of :func:`~shmloader.device.backend.parse_device`, of which at least one is
-            not the CPU.
+        device: The result of :func:`~shmloader.device.backend.parse_device`, which is not the CPU.
     """
 
-    def __init__(self, devices: Sequence[torch.device | None]) -> None:
-        backends = {device: Backend(device) for device in devices if device is not None}
-        self.backends = [None if device is None else backends[device] for device in devices]
-        self.locks = PageLocks(list(backends.values()))
-        self._devices = tuple(devices)
+    def __init__(self, device: torch.device) -> None:
+        self.backend = Backend(device)
+        self.locks = PageLocks(self.backend)
         self._pid = os.getpid()
 
-    def is_of(self, devices: Sequence[torch.device | None]) -> bool:
-        """Whether this destination is for these devices, and was made by this process."""
-        return self._devices == tuple(devices) and self._pid == os.getpid()
+    def is_of(self, device: torch.device) -> bool:
+        """Whether this destination is for this device, and was made by this process."""
+        return self.backend.device == device and self._pid == os.getpid()
 
 
 class OnDevice(NamedTuple):
@@ -187,21 +183,19 @@ class OnDevice(NamedTuple):
     Attributes:
         batch: The batch.
         tensors: One tensor of each of the batch's storages.
-        events: For each device that the batch has tensors on, the event that is complete when the
-            batch is ready.
+        event: Complete when the batch is ready.
     """
 
     batch: Any
     tensors: list[torch.Tensor]
-    events: dict[torch.device, Event]
+    event: Event
 
 
 class DeviceStage(Stage):
     """Copies each batch to a device.
 
     Args:
-        backend: The device.
-        locks: The page locks of the slots.
+        destination: The device, and the page locks of the slots.
         ahead: Batches that may be ready and not yet taken; at least 1.
         transform: Called with each batch on the device, on the stage's thread and its stream.
     """
@@ -212,13 +206,12 @@ class DeviceStage(Stage):
 
     def __init__(
         self,
-        backend: Backend,
-        locks: PageLocks,
+        destination: Destination,
         ahead: int,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.ahead = ahead
-        self._backend, self._locks, self._transform = backend, locks, transform
+        self.ahead, self._transform = ahead, transform
+        self._backend, self._locks = destination.backend, destination.locks
         # Copies under way, oldest first: the event after each, and the batch's views of its slot.
         # The tensors are listed as well: a user's container may change while it is mapped.
         self._reading: collections.deque[tuple[Event, object]] = collections.deque()
@@ -244,11 +237,10 @@ class DeviceStage(Stage):
             # Needed even if the copy of one tensor failed: other copies may be under way.
             event = self._backend.record()
             self._reading.append((event, held))
-        if self._transform is None:
-            return OnDevice(copied, list(self._storages(copied)), {self._backend.device: event})
-        batch = self._transform(copied)
-        tensors = list(self._storages(batch))
-        return OnDevice(batch, tensors, self._backend.record_all(tensors))
+        if self._transform is not None:
+            copied = self._transform(copied)
+            event = self._backend.record(self._backend.current_stream())
+        return OnDevice(copied, list(self._storages(copied)), event)
 
     def _wait_for_space(self) -> None:
         """Wait until one more batch may be read from its slot, and put on the device."""
@@ -285,19 +277,24 @@ class DeviceStage(Stage):
         return own.to(self._backend.device) if callable(probe(own, "to")) else own
 
     def _storages(self, batch: Any) -> Iterator[torch.Tensor]:
-        """Yield one tensor of each storage that a batch has on devices of this kind."""
-        seen = set()
+        """Yield one tensor of each storage that a batch has on the device."""
+        own, seen = self._backend.device, set()
         for tensor in all_tensors(batch):
             for plain in _plain_tensors(tensor):
-                if plain.device.type == self._backend.device.type and plain.nbytes:
-                    storage = (plain.device, plain.untyped_storage().data_ptr())
+                if plain.device.type == own.type and plain.nbytes:
+                    if plain.device != own:
+                        raise ValueError(
+                            f"device_transform returned a tensor on {plain.device}, but batches "
+                            f"arrive on {own}. Move it there in the training loop."
+                        )
+                    storage = plain.untyped_storage().data_ptr()
                     if storage not in seen:
                         seen.add(storage)
                         yield plain
 
     def deliver(self, result: OnDevice) -> object:
         """Make the calling thread's current stream wait for the batch, and return the batch."""
-        self._backend.deliver(result.events, result.tensors)
+        self._backend.deliver(result.event, result.tensors)
         return result.batch
 
     def close(self) -> None:
@@ -305,49 +302,6 @@ class DeviceStage(Stage):
         if self._reading:
             self._backend.finish()
             self._reading.clear()
-
-
-class HostStage(Stage):
-    """Copies batches for the CPU out of slots that a device may read as well."""
-
-    def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
-        self._transform = transform
-
-    def run(self, batch: Any) -> Any:
-        """Copy a batch."""
-        copied = map_tensors(torch.clone, batch, copy.deepcopy)
-        return copied if self._transform is None else self._transform(copied)
-
-
-class DevicesStage(Stage):
-    """Copies batch i of each step by stage i, of which each device has one.
-
-    ``ahead`` is the number of steps that may be ready and not yet taken, at least 1.
-    """
-
-    name = DeviceStage.name
-    kind = DeviceStage.kind
-
-    def __init__(self, stages: Sequence[Stage], ahead: int) -> None:
-        self._stages, self.ahead = stages, ahead
-
-    def start(self) -> None:
-        """Prepare the stage's thread. Called on it."""
-        for stage in self._stages:
-            stage.start()
-
-    def run(self, batch: Any) -> list[Any]:
-        """Start the copies of a step: a list of at most as many batches as there are devices."""
-        return [stage.run(one) for stage, one in zip(self._stages, batch, strict=False)]
-
-    def deliver(self, result: list[Any]) -> object:
-        """Make the current stream on each device wait for its batch, and return all batches."""
-        return [stage.deliver(one) for stage, one in zip(self._stages, result, strict=False)]
-
-    def close(self) -> None:
-        """Wait for the copies under way, and release their slots. Raises nothing."""
-        for stage in self._stages:
-            stage.close()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

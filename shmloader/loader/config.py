@@ -26,7 +26,6 @@ from shmloader.pools.adapting import Adapter
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import is_planned
 from shmloader.sampling.sampler_state import chain, is_known
-from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.streams.stream import Stream
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
@@ -44,15 +43,13 @@ _MANY_IDLE = 16
 
 
 class Sharing(NamedTuple):
-    """What a loader shares with the loaders of other ranks and devices.
+    """What a loader shares with the loaders of other ranks.
 
     Attributes:
-        devices: The devices of a step's batches, as the user gave them; None if there are no steps.
         scope: Whether the workers are this rank's own, or shared by the ranks of its host.
         ranks: The rank and the number of ranks that the order is divided among; None if it is not.
     """
 
-    devices: Any = None
     scope: WorkerScope = "rank"
     ranks: Ranks | None = None
 
@@ -65,8 +62,7 @@ class LoaderConfig(SimpleNamespace):
     Attributes:
         fetch: How a batch is fetched and collated; sent to the workers.
         saves_dataset: Whether states of the loader contain states of the dataset.
-        devices: Where each batch of a step arrives; None for the CPU. Only one, unless
-            ``has_steps``: then each step is a list of batches.
+        device: Where batches arrive; None for the CPU.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
         start_count: How many worker processes start at first; None for all.
         is_dynamic: Whether a batch may come from any worker.
@@ -78,8 +74,7 @@ class LoaderConfig(SimpleNamespace):
 
     fetch: FetchConfig
     prefetch_factor: int | None = None
-    devices: tuple[Any, ...] = (None,)
-    has_steps = False
+    device: Any = None
     most_workers = 0
     start_count: int | None = None
     host_ranks = 1
@@ -97,11 +92,6 @@ class LoaderConfig(SimpleNamespace):
         if self.executor is not None:
             return "executor"
         return "threads" if self.thread_pool else "processes"
-
-    @property
-    def has_device(self) -> bool:
-        """Whether a batch is copied to a device."""
-        return bool(self.devices.count(None) < len(self.devices))
 
     @property
     def samples_at_once(self) -> int:
@@ -144,7 +134,8 @@ class LoaderConfig(SimpleNamespace):
     @property
     def lend_limit(self) -> int:
         """Batches that may be lent to the user, uncopied, at the same time."""
-        return max(_LEND_LIMIT, self.device_prefetch + 2) if self.has_device else _LEND_LIMIT
+        ahead = 0 if self.device is None else self.device_prefetch
+        return max(_LEND_LIMIT, ahead + 2)
 
     @property
     def slot_count(self) -> int:
@@ -198,7 +189,6 @@ def config_of(loader: Any) -> LoaderConfig:
         hear = lambda found: plan.newest.hear(found, is_here=not count)  # noqa: E731
         dataset, collates = stream, stream.is_batched
         collate_fn = stream.collate or collate_fn
-    order = None if sharing.ranks is None else loader._present_plan.order
     seed, on_error = loader._sample_seed, values.get("on_error", "raise")
     keeps_size = on_error == "skip" and loader._is_in_ranks
     # Batches are gathered from a dataset that consists of arrays only.
@@ -215,7 +205,6 @@ def config_of(loader: Any) -> LoaderConfig:
         collates,
         loader.drop_last,
         keep_size=keeps_size,
-        may_shard=isinstance(order, SeededOrder) and order.may_give_lists,
         seed=None if seed is None else loader._seed_of_samples(seed),
         snapshot_every=loader._snapshot_interval if saves_dataset else 0,
         is_persistent=bool(loader.persistent_workers),
@@ -236,7 +225,6 @@ def config_of(loader: Any) -> LoaderConfig:
         saves_dataset=saves_dataset,
         num_workers=count,
         in_order=loader.in_order or not count,
-        has_steps=sharing.devices is not None,
     )
     if not count:
         return config
@@ -299,7 +287,7 @@ class LoaderParts:
         executor_key: Identifies the loader in processes of an executor.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
-        destination: The opened devices; None before the first iterator that copies to a device.
+        destination: The opened device; None before the first iterator that copies to one.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         loaded_generators: Names of the process's global generators that the dataset's
@@ -358,11 +346,11 @@ class LoaderParts:
         return resumed
 
     def open_destination(self, config: LoaderConfig) -> "Destination | None":
-        """Return the devices that batches are copied to; None for the CPU."""
-        if not config.has_device:
+        """Return the device that batches are copied to; None for the CPU."""
+        if config.device is None:
             return None
         from shmloader.device.device import Destination  # noqa: PLC0415 - few loaders need it
 
-        if self.destination is None or not self.destination.is_of(config.devices):
-            self.destination = Destination(config.devices)
+        if self.destination is None or not self.destination.is_of(config.device):
+            self.destination = Destination(config.device)
         return self.destination

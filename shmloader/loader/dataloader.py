@@ -426,7 +426,7 @@ class DataLoader(ResumableLoader[_T_co]):
     def _warn_of_torchs_workers(self) -> None:
         """Warn that torch's own workers load, or raise if they cannot do all arguments."""
         text, given = describe_unsupported(), {*read_options(self)}
-        given -= {"devices", "snapshot_every_n_steps"}
+        given -= {"snapshot_every_n_steps"}
         if self._sharing.ranks is not None:
             given.add("ShardedDataLoader")
         if given:

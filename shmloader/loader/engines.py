@@ -9,7 +9,7 @@ from shmloader.batch.arrays import Arrays
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import PortablePayload
 from shmloader.device.backend import current_index
-from shmloader.device.device import DevicesStage, DeviceStage, HostStage
+from shmloader.device.device import DeviceStage
 from shmloader.device.stage import PinStage, Stage
 from shmloader.device.thread import StagedEngine
 from shmloader.engine.delivery import DatasetCheckpoints
@@ -202,19 +202,14 @@ class Workers:
 def _make_stage(
     config: LoaderConfig, parts: LoaderParts, pins: bool, pin_device: str | None
 ) -> tuple[Stage | None, Any]:
-    """Return the stage that pins batches or copies them to devices, and its locker of pages."""
+    """Return the stage that pins batches or copies them to a device, and its locker of pages."""
     destination = parts.open_destination(config)
     if destination is None:
         # As torch has it, no accelerator means CUDA.
         pin = PinStage(pin_device, current_index(pin_device or "cuda")) if pins else None
         return pin, None
-    locks, backends = destination.locks, destination.backends
-    ahead, transform = config.device_prefetch, config.device_transform
-    stages: list[Stage] = [
-        DeviceStage(backend, locks, ahead, transform) if backend else HostStage(transform)
-        for backend in backends
-    ]
-    return (DevicesStage(stages, ahead) if config.has_steps else stages[0]), locks
+    stage = DeviceStage(destination, config.device_prefetch, config.device_transform)
+    return stage, destination.locks
 
 
 def _make_tasks(config: LoaderConfig) -> TaskConfig:

@@ -103,7 +103,7 @@ class InlineEngine:
             self._begin_checkpoints(plan.is_elsewhere)
         else:
             self._maker = self._make_maker()
-        if pins or config.has_device or config.device_transform is not None:
+        if pins or config.device is not None or config.device_transform is not None:
             self._stage, self._step = make_step(config, pins=pins, pin_device=pin_device)
 
     def start(self, tickets: Iterator[Any]) -> None:
@@ -322,31 +322,26 @@ def make_step(
 
     It pins or moves a batch, and calls the ``device_transform``.
     """
-    transform, kind = config.device_transform, "build"
-    if config.has_device:
+    device, transform, kind = config.device, config.device_transform, "build"
+    if device is not None:
         # Few loaders have a device.
         from shmloader.device.stage import map_tensors  # noqa: PLC0415
 
         kind = "device"
-    elif pins and not config.has_steps:
+    elif pins:
         from shmloader.device.stage import pin_batch  # noqa: PLC0415
 
         kind = "pin"
     elif transform is None:
         return kind, None
 
-    def one(batch: Any, device: Any) -> Any:
-        if device is not None:
-            batch = map_tensors(lambda tensor: tensor.to(device), batch)
-        elif kind == "pin":
-            batch = pin_batch(batch, device=pin_device)
-        return batch if transform is None else transform(batch)
-
     def step(batch: Any) -> Any:
         try:
-            if config.has_steps:
-                return [one(*part) for part in zip(batch, config.devices, strict=False)]
-            return one(batch, config.devices[0])
+            if device is not None:
+                batch = map_tensors(lambda tensor: tensor.to(device), batch)
+            elif kind == "pin":
+                batch = pin_batch(batch, device=pin_device)
+            return batch if transform is None else transform(batch)
         except StopIteration as error:  # which would silently end the epoch
             text = "a batch's device_transform or pin_memory raised StopIteration"
             raise RuntimeError(text) from error

@@ -157,12 +157,12 @@ def _size(value: Any) -> int:
     return int(float(number) * base ** " kmgt".index((prefix or " ").lower()))
 
 
-def _device(value: object, name: str = "device") -> torch.device | None:
+def _device(value: object) -> torch.device | None:
     if value is None:
         return None
     from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
 
-    return parse_device(value, name)
+    return parse_device(value)
 
 
 def _has_processes(executor: Any) -> bool:
@@ -280,8 +280,7 @@ def read_options(loader: Any) -> dict[str, Any]:
     """Check a loader's options as its attributes are now, and return their values.
 
     Returns:
-        The values that are not the defaults, as loaders use them, and under "devices" the devices
-        of a step if there are any.
+        The values that are not the defaults, as loaders use them.
     """
     sharing, own, values = loader._sharing, loader.__dict__, {}
     if not _NAMES.isdisjoint(own):  # many loaders have none, and may be made for a short epoch
@@ -296,12 +295,6 @@ def read_options(loader: Any) -> dict[str, Any]:
         _check_host(loader)
     if loader._adapter is not None:
         _AUTO.check_needs(loader)
-    if sharing.devices is not None:
-        values["devices"] = tuple(
-            _device(device, f"devices[{number}]") for number, device in enumerate(sharing.devices)
-        )
-    elif "device" in values:
-        values["devices"] = (values["device"],)
     context = loader.multiprocessing_context
     if context is not None and not starts_processes(context):
         raise ValueError(
@@ -352,7 +345,6 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     if isinstance(loader.dataset, Stream):
         batched = loader.dataset.is_batched
         own_collate = loader.collate_fn not in (default_collate, default_convert)
-        devices = sharing.devices is not None or getattr(loader, "num_shards", None) is not None
         check_stream(
             {
                 "batch_size after its method batch(): give None": batched and loader.batch_size,
@@ -362,7 +354,6 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
                 "in_order=False": not loader.in_order,
                 "num_workers='auto': give a number": loader._adapter is not None,
                 "worker_scope='host': give 'rank'": sharing.scope != "rank",
-                "devices or num_shards: have a process for each device": devices,
                 "last_batch='keep': give 'pad'": getattr(loader, "last_batch", None) == "keep",
             }
         )
@@ -371,7 +362,7 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
             "max_failures has no effect with on_error='raise', since the first bad sample raises. "
             "Give on_error='skip' or a function."
         )
-    elif get("device_transform") is not None and loader.device is sharing.devices is None:
+    elif get("device_transform") is not None and loader.device is None:
         wrong = (
             "device_transform needs device=. On the CPU, transform in the dataset or in "
             "collate_fn, where workers do it."

@@ -205,7 +205,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             batch_size,
             "discard" if drops_last else "keep",
             shuffle=isinstance(sampler, RandomSampler),
-            may_shard=False,
         )
 
     def _batching(self) -> tuple[Any, int | None]:
@@ -220,8 +219,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         sampler: Any,
         batch_size: int | None,
         last_batch: LastBatch,
-        *,
-        num_shards: int = 0,
         **more: Any,
     ) -> SeededOrder:
         """Return the order of a sampler's items, which depends on the seed."""
@@ -231,7 +228,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         assert self._sample_seed is not None
         return SeededOrder(
             batch_size,
-            num_shards,
             last_batch,
             self._sample_seed,
             length=length,

@@ -1,4 +1,4 @@
-"""``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards.
+"""``shmloader.ShardedDataLoader``: one global order, divided among ranks.
 
 The module is long because half of it documents and lists the arguments.
 """
@@ -7,9 +7,9 @@ import concurrent.futures
 import inspect
 import pickle
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args, overload
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 # The arguments that every loader has, and those that only this one has.
 _OF_ALL = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
-_OF_SHARDS = ("last_batch", "rank", "world_size", "num_shards", "devices", "worker_scope")
+_OF_SHARDS = ("last_batch", "rank", "world_size", "worker_scope")
 
 
 class Indexable(Protocol[_T_co]):
@@ -59,13 +59,12 @@ class Indexable(Protocol[_T_co]):
 
 
 class ShardedDataLoader(DataLoader[_T_co]):
-    """A loader for several GPUs: in one process, in several, or both.
+    """A loader for several GPUs: one in each of their processes, which are the *ranks*.
 
     All ranks follow one global order of the samples, which depends on ``seed`` and the epoch alone.
-    This order is cut into global batches of ``batch_size * shards * world_size`` samples, where
-    ``shards`` is the number of batches in a step. Rank r takes the r-th part of each global batch,
-    and shard i of a rank the i-th part of that. So all batches, one after the other, are the same
-    for any number of ranks, as long as the global batch has the same size.
+    This order is cut into global batches of ``batch_size * world_size`` samples. Rank r takes the
+    r-th part of each global batch. So all batches, one after the other, are the same for any number
+    of ranks, as long as the global batch has the same size.
 
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
@@ -75,15 +74,14 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         **Batches**
 
-        batch_size: Number of samples in a rank's batch, or in each shard's batch if a step has
-            several. None only with ``batch_sampler``, or with a stream that makes batches.
+        batch_size: Number of samples in a rank's batch. None only with ``batch_sampler``, or with a
+            stream that makes batches.
         collate_fn: Makes a batch of a list of samples.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last global batch. "pad" (the
             default) adds samples from the start of the epoch, so that all batches of all ranks are
             full. "discard" leaves them out. "keep" delivers them as they are, so that a rank may
-            have a shorter last batch, fewer shards in it, or one step fewer. Cannot be combined
-            with ``batch_sampler``.
+            have a shorter last batch, or one step fewer. Cannot be combined with ``batch_sampler``.
 
         **Order and seed**
 
@@ -94,12 +92,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
             the epoch. If the sampler has ``set_epoch``, that is called with the epoch. With
             ``thread_pool=True``, samples that draw from these generators at the same time change
             the order, so give the sampler its own generator then.
-        batch_sampler: Yields the steps of all ranks: each is a list of indices, or a list of index
-            lists. A step of the second kind is a **list** of batches, one for each index list, all
-            in one slot. The two kinds may be mixed. Steps are distributed whole: step s of rank r
-            is number ``s * world_size + r``. If steps do not fill the last global step, it is
-            filled up from the epoch's start; with :class:`shmloader.sampling.TokenBatches`, as its
-            ``last_batch`` says.
+        batch_sampler: Yields a list of indices for each batch of all ranks. Batches are distributed
+            whole: batch s of rank r is number ``s * world_size + r``. If batches do not fill the
+            last global step, it is filled up from the epoch's start; with
+            :class:`shmloader.sampling.TokenBatches`, as its ``last_batch`` says.
         seed: A whole number, 0 or more. Orders the epoch, and sets the random generators for each
             sample by its position in the global order, as ``seed`` of
             :class:`shmloader.DataLoader` does. So a run is the same on any number of ranks, as long
@@ -110,7 +106,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         generator: Random generator for shuffling, as with torch; for one rank only, since several
             could not agree on an order.
 
-        **Ranks, shards and devices**
+        **Ranks**
 
         rank: Number of this process, from 0. Give both ``rank`` and ``world_size``, or neither. If
             both are None, they are those of the default group of ``torch.distributed``. Without a
@@ -121,11 +117,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             ``load_state_dict()`` and the samplers use the values of that moment. They raise
             ValueError if only one of two variables is set, or a value is wrong.
         world_size: Number of ranks.
-        num_shards: Number of batches in a step. Each step is then a list of batches, even for 1.
-            Cannot be combined with ``batch_sampler``, which makes the steps itself.
-        devices: Devices of a step's batches. Each step is a list of batches, and batch i arrives on
-            device i; "cpu" leaves a batch on the CPU. With ``batch_sampler``, this says only where
-            batches arrive, and each step has to be a list of at most as many index lists.
 
         **Workers**
 
@@ -146,26 +137,26 @@ class ShardedDataLoader(DataLoader[_T_co]):
         **As for** :class:`shmloader.DataLoader`
 
         fetch_concurrency: How many samples of a batch each worker loads at once.
-        prefetch_factor: Number of steps in flight for each worker; None for 2, or for 1 with
+        prefetch_factor: Number of batches in flight for each worker; None for 2, or for 1 with
             ``executor``.
-        in_order: Whether steps are delivered in the epoch's order; otherwise, as soon as they are
+        in_order: Whether batches are delivered in the epoch's order; otherwise, as soon as they are
             made.
         persistent_workers: Whether workers persist after an epoch.
         worker_init_fn: Called in each worker with the worker's number.
         multiprocessing_context: Name of a start method, or a context.
         shm_size: Maximum shared memory of one iterator.
         pin_memory_device: Deprecated by torch.
-        device: Where all batches arrive; cannot be combined with ``devices``.
+        device: The device of this rank, where batches arrive.
         device_transform: Called with each batch on the device.
-        device_prefetch: Number of steps that may be ready on the device.
-        timeout: Seconds to wait for a step; 0 waits forever.
+        device_prefetch: Number of batches that may be ready on the device.
+        timeout: Seconds to wait for a batch; 0 waits forever.
         sample_timeout: Seconds that one sample may take; None for no limit.
         worker_restarts: How many workers that die are replaced in an epoch.
         on_error: What happens to a sample that raises an ``Exception``.
         max_failures: How many samples may fail in an epoch, or what fraction of them.
         snapshot_every_n_steps: Whether the state of a dataset with ``state_dict()`` is saved after
-            each step. 1 or more for yes, 0 or None for never. "auto" for yes, unless the dataset is
-            a ``torch.nn.Module``.
+            each batch. 1 or more for yes, 0 or None for never. "auto" for yes, unless the dataset
+            is a ``torch.nn.Module``.
 
     Attributes:
         rank: The rank. Until the first epoch begins, it is that of the present environment; None if
@@ -182,9 +173,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     __module__ = "shmloader"  # users import it from there
 
-    num_shards = FixedArgument("num_shards")
     last_batch = FixedArgument("last_batch")
-    devices: Sequence[Any] | None
     worker_scope: WorkerScope
     _sample_seed: int
     #: Whether the sampler yields this rank's share already.
@@ -205,8 +194,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         generator: torch.Generator | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        num_shards: int | None = None,
-        devices: Sequence[Any] | None = None,
         num_workers: int | Literal["auto"] = 0,
         thread_pool: bool = False,
         executor: concurrent.futures.Executor | None = None,
@@ -245,9 +232,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         whole_number(seed, "seed", minimum=0)  # here None is refused, too
         if batch_sampler is None and batch_size is None and not isinstance(dataset, Stream):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
-        if devices is not None and device is not None:
-            raise ValueError("devices cannot be combined with device: give one of them")
-        _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
         self._ranks = Ranks(rank, world_size)
         self._check_generator(generator)
@@ -262,16 +246,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def _sharing(self) -> Sharing:  # type: ignore[override]
-        return Sharing(self.devices, self.worker_scope, self._ranks)
+        return Sharing(self.worker_scope, self._ranks)
 
     def _make_own_sampler(self, counter: EpochCounter) -> SeededShardSampler | None:
         is_shuffled = isinstance(self.sampler, RandomSampler)
         if is_shuffled and self.generator is not None:
             return None  # torch's sampler draws from it
         return SeededShardSampler(self.dataset, self._sample_seed, counter, shuffle=is_shuffled)
-
-    def _order_sources(self) -> tuple[object, ...]:
-        return *super()._order_sources(), self.devices
 
     def _make_order(self) -> SeededOrder | ReaderOrder:
         if (stream := self._stream) is not None:
@@ -292,11 +273,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             sampler,
             batch_size,
             last_batch,
-            num_shards=_count_shards(
-                self.devices, self.num_shards, has_batch_sampler=batches is not None
-            ),
             shuffle=own is not None and sampler.shuffle,
-            device_count=len(self.devices or ()),
             ranks=None if self._is_cut else self._ranks,
         )
         if own is not None:
@@ -310,11 +287,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 "generator cannot be given for more than one rank, since ranks could not agree on "
                 f"an order (world_size={known[1]}); seed= chooses the order"
             )
-
-    @property
-    def _order(self) -> SeededOrder:
-        """The global order, cut for this rank and its shards."""
-        return cast("SeededOrder", self._present_plan.order)
 
     @property
     def _auto_collation(self) -> bool:
@@ -342,10 +314,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def _is_in_ranks(self) -> bool:
-        """Whether other ranks or shards have to deliver as many samples as this one."""
-        if self._ranks.find()[1] > 1 or self.devices is not None:
-            return True
-        return self._stream is None and self._order.is_sharded
+        """Whether other ranks have to deliver as many samples as this one."""
+        return self._ranks.find()[1] > 1
 
     @overload
     def stats(
@@ -400,7 +370,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def padding(self) -> int:
-        """Number of repeated samples in the batch or step that ``next()`` returned last.
+        """Number of repeated samples in the batch that ``next()`` returned last.
 
         They are the last samples in it. 0 before the first batch.
 
@@ -445,28 +415,3 @@ def _check_last_batch(last_batch: object, batch_sampler: object, *, drop_last: b
 def _is_own_share(sampler: object) -> bool:
     """Whether this is another sharded loader's sampler, which frameworks build loaders from."""
     return isinstance(sampler, SeededShardSampler)
-
-
-def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler: bool) -> int:
-    """Return into how many batches the loader divides a step.
-
-    Returns:
-        0 if a step is a single batch, or if the batch sampler divides it.
-    """
-    if num_shards is not None:
-        if has_batch_sampler:
-            raise ValueError(
-                "num_shards cannot be combined with batch_sampler. Let the batch sampler yield a "
-                "list of num_shards index lists for each step."
-            )
-        num_shards = whole_number(num_shards, "num_shards", minimum=1)
-    if devices is None:
-        return num_shards or 0
-    if not isinstance(devices, list | tuple) or not devices:
-        raise ValueError(f"devices should be a list of devices, but got devices={devices!r}")
-    if num_shards not in (None, len(devices)):
-        raise ValueError(
-            f"num_shards should be the number of devices, {len(devices)}, if devices are given, "
-            f"but got num_shards={num_shards}"
-        )
-    return 0 if has_batch_sampler else len(devices)

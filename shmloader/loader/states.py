@@ -15,7 +15,7 @@ _shortener.maxstring = _shortener.maxother = 200
 # Keys whose values a state and the loader that takes it must have in common, as messages name them.
 _FACTS = {
     "length": "len(dataset)",
-    "global_batch": "size of a batch, over all ranks and shards",
+    "global_batch": "size of a batch, over all ranks",
     "order": "stream, shuffle, sampler or batch_sampler",
     "last_batch": "last_batch or drop_last",
     "seed": "seed",

@@ -89,9 +89,6 @@ class FlatLayout(NamedTuple):
 # written at once: a call of torch takes as long as thirty samples.
 _Joint = tuple[Field, list[int]]
 
-#: The layout of a batch, or those of the batches of a step's shards, which lie in one slot.
-FlatLayouts = FlatLayout | tuple[FlatLayout, ...]
-
 
 class FlatPacker:
     """Stacks samples into the slot of the current task. A worker has one for each loader."""
@@ -279,11 +276,9 @@ class FlatReader:
         lends: Whether the batch has a field that is large enough to be lent.
     """
 
-    def __init__(self, layout: FlatLayouts) -> None:
+    def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
-        shards = (layout,) if isinstance(layout, FlatLayout) else layout
-        self._fields = [_reading_of(field) for shard in shards for field in shard.fields]
-        self._container = layout.container if isinstance(layout, FlatLayout) else None
+        self._fields = [_reading_of(field) for field in layout.fields]
         self.lends = any(is_large for is_large, *_ in self._fields)
 
     def read(self, slot: Slot, lease: Any) -> object:
@@ -310,15 +305,7 @@ class FlatReader:
             if exact is not None:
                 tensor = torch.empty(0, dtype=exact[0], device="cpu").set_(storage, 0, *exact[1:])
             fields.append(tensor)
-        if self._container == LIST:
-            return fields
-        if self._container == BARE:
-            return fields[0]
-        layout = self.layout
-        if isinstance(layout, FlatLayout):
-            return layout.contain(fields)
-        left = iter(fields)
-        return [shard.contain([next(left) for _ in shard.fields]) for shard in layout]
+        return self.layout.contain(fields)
 
 
 def _reading_of(field: Field) -> tuple[bool, Any, Any, int, tuple[Any, ...] | None]:

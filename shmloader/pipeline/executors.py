@@ -116,9 +116,7 @@ class DeviceExecutor(ThreadExecutor):
     _is_prepared = False
 
     def __init__(self, destination: Destination) -> None:
-        backend = destination.backends[0]
-        assert backend is not None
-        self.stage = DeviceStage(backend, destination.locks, _TRANSFERS_AHEAD)
+        self.stage = DeviceStage(destination, _TRANSFERS_AHEAD)
         super().__init__(DeviceStage.name, 1)
 
     def copy(self, batch: object) -> OnDevice:

@@ -214,7 +214,7 @@ class Executors:
             self.end()
         device = config.stages[-1].device if config.stages else None
         if device is not None and self._destination is None:
-            self._destination = Destination([device])
+            self._destination = Destination(device)
         self._make_processes()
         source = StageConfig("the source", "source", SourceReader.iterate, makes_many=True)
         runners = [(source, self._get("source"))]

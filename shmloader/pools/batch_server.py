@@ -16,7 +16,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader
+from shmloader.memory.flat import FlatLayout
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
@@ -160,16 +160,7 @@ class BatchServer:
             TypeError: If part of the batch cannot be pickled; names that part.
             SharedMemoryError: If the batch does not fit the slot.
         """
-        flat: FlatLayouts | None = batch if type(batch) is FlatLayout else None
-        if type(batch) is list and self._tasks.config.may_shard and FlatLayout in map(type, batch):
-            if {*map(type, batch)} == {FlatLayout}:
-                flat = tuple(batch)
-            else:  # some shards had to be pickled; the others lie in the slot
-                slot = self.writer.slot
-                batch = [
-                    FlatReader(one).read(slot, None) if type(one) is FlatLayout else one
-                    for one in batch
-                ]
+        flat = batch if type(batch) is FlatLayout else None
         if flat is None:
             pickled = pickle_or_explain(batch)
             layout = write_batch(pickled, self.writer, spill_bytes=messages.INLINE_BYTES // 2)

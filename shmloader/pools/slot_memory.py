@@ -139,7 +139,7 @@ class SlotMemory:
         """Free all slots, except for memory under live views. May be called again."""
         slots = self.slots
         if self._locker is not None:
-            self._locker.end_reads(slots)  # several devices may still read the lent ones
+            self._locker.end_reads(slots)  # a device may still read the lent ones
         if os.getpid() == self._owner_pid:
             # One lent slot keeps the file, which must not keep the pages of all the others.
             for slot in slots:

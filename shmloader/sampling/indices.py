@@ -15,7 +15,7 @@ a loader with a seed passes :class:`PositionedIndices` to the engine, which trav
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -160,41 +160,6 @@ class PositionedIndices(NamedTuple):
 def without_position(indices: object) -> object:
     """Return the indices of a ticket, with or without positions, as the sampler yielded them."""
     return as_list(indices.indices if isinstance(indices, PositionedIndices) else indices)
-
-
-# Steps of users' batch samplers ----------------------------------------------------------
-
-
-def is_sharded(step: object) -> bool:
-    """Whether a step is a list of index lists, judged by its first element."""
-    if not isinstance(step, list | tuple) or not step:
-        return False
-    return isinstance(step[0], list | tuple)
-
-
-def sample_count(step: Any) -> int:
-    """Return the number of samples of a step: a batch, or a list of the shards' batches."""
-    return sum(map(len, step)) if is_sharded(step) else len(step)
-
-
-def wrong_step(step: Any, number: int, device_count: int) -> ValueError | None:
-    """Return the error if a step of the user's batch sampler cannot be loaded as it is."""
-    shards = step if is_sharded(step) else [step]
-    is_wrong = any(isinstance(each, Sized) and not len(each) for each in shards)
-    if is_sharded(step):
-        is_wrong |= any(is_sharded(each) or not isinstance(each, Sized) for each in shards)
-        is_wrong |= 0 < device_count < len(step)
-    else:
-        is_wrong |= device_count > 0
-    if not is_wrong:
-        return None
-    wanted = "a list of indices, or of lists of indices"
-    if device_count:
-        wanted = f"a list of at most {device_count} lists of indices, one for each device"
-    return ValueError(
-        f"step {number} of the batch sampler should be {wanted}, none of them empty, but is "
-        f"{step!r}"
-    )
 
 
 # Permutations -----------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from shmloader.interruptions import probe
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import epoch_of, is_planned, set_epoch_of
-from shmloader.sampling.indices import Permutation, PositionedIndices, sample_count, wrong_step
+from shmloader.sampling.indices import Permutation, PositionedIndices
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.sampler_state import (
@@ -35,9 +34,16 @@ from shmloader.sampling.steps import (
 )
 
 
+def _is_wrong(batch: object) -> bool:
+    """Whether a batch sampler's batch is empty, or a list of lists."""
+    if isinstance(batch, Sized) and not len(batch):
+        return True
+    return isinstance(batch, list | tuple) and isinstance(batch[0], list)
+
+
 @dataclass(eq=False)
 class SeededOrder(Order, Sampler[PositionedIndices]):
-    """Yields the steps of one rank: index lists, or lists of index lists, with their positions.
+    """Yields the index lists of one rank, with their positions.
 
     The position in an epoch counts the steps of all ranks together; if each step is a whole item of
     the user's sampler, it counts the items of all ranks, so that the epoch continues on any number
@@ -50,8 +56,6 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
     Args:
         batch_size: Samples in a batch. None if each step is a whole item: a batch of the user's
             batch sampler, or an index that is not batched.
-        num_shards: Number of batches in each step, which is then a list of them. 0 if a step is a
-            single batch or an item of the batch sampler.
         last_batch: How the last global step is handled.
         seed: Seed, together with the epoch's number, of a shuffled order and of the random numbers
             that the user's sampler draws.
@@ -59,24 +63,18 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             with that length, which may grow.
         shuffle: Whether the dataset's indices are shuffled.
         items: The user's sampler or batch sampler if that yields the order; otherwise None.
-        device_count: If not 0, each step of the batch sampler must be a list of at most this many
-            index lists.
-        may_shard: Whether the batch sampler may yield lists of index lists, which are then checked.
-        ranks: Finds the rank and the world size; None for rank 0 of 1.
+        ranks: Finds the rank and the world size, of a loader that divides its order; else None.
         counter: Counter of the loader's epochs, if ``items`` may draw from the samplers that the
             loader made. Each further pass of such a sampler then has the order of a further epoch.
     """
 
     batch_size: int | None
-    num_shards: int
     last_batch: LastBatch
     seed: int
     _: KW_ONLY
     length: int | Sized | None = None
     shuffle: bool = False
     items: Any = None
-    device_count: int = 0
-    may_shard: bool = True
     ranks: Ranks | None = None
     counter: EpochCounter | None = None
 
@@ -97,7 +95,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
         Raises ValueError while the ranks are not known.
         """
-        share = (self.batch_size or 1) * max(1, self.num_shards)
+        share = self.batch_size or 1
         return Cut(share) if self.ranks is None else Cut(share, *self.ranks.find())
 
     @property
@@ -113,19 +111,14 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         return self.cut.step_count(max(0, self._item_count() - offset), self.last_batch)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether each step is a list of batches that this order cuts."""
-        return self.num_shards > 0
-
-    @property
     def takes_batches(self) -> bool:
         """Whether each step is an item of the user's sampler or batch sampler."""
         return self.batch_size is None and self.items is not None
 
     @property
-    def may_give_lists(self) -> bool:
-        """Whether a step may be a list of index lists. Otherwise, a list in a step is one index."""
-        return self.is_sharded or (self.may_shard and self.batch_size is None)
+    def _divides_batches(self) -> bool:
+        """Whether the batches of the user's batch sampler are divided among ranks."""
+        return self.batch_size is None and self.ranks is not None
 
     @property
     def _size(self) -> int:
@@ -156,7 +149,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         steps, epoch = self._steps, self._epoch
         if steps is not None and steps.position > epoch.progress.position * self._size:
             epoch.state = {**self.dump(), **DRAWN_ELSEWHERE}
-        if isinstance(steps, OrderSteps) and not self.num_shards:
+        if isinstance(steps, OrderSteps):
             steps.as_arrays = as_arrays
         return drawing
 
@@ -179,7 +172,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             rng_state=RngState(self.seed, drawn.number),
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
             planned=items if is_planned(items) else None,
-            **({"weigh": sample_count} if self.batch_size is None and self.may_shard else {}),
+            **({"weigh": len} if self._divides_batches else {}),
         )
 
     def _begin_items(self, epoch: int) -> Iterator[Any]:
@@ -200,20 +193,20 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
 
     def _shape(self, steps: Steps, epoch: DrawnEpoch, items: list[Any]) -> PositionedIndices:
         """Return a ticket's indices."""
-        cut, size, step = steps.cut, self.batch_size, items
+        cut, is_whole, step = steps.cut, self.batch_size is None, items
         position = steps.position - cut.global_count
         if steps.newest is not None:
             epoch.add(steps.position // self._size, steps.newest)
-        if size is None:
+        if is_whole:
             (step,) = items
-            error = self.may_shard and wrong_step(step, position // self._size, self.device_count)
-            if error:
+            if self._divides_batches and _is_wrong(step):
                 steps.is_over = True  # what follows would be counted wrongly
-                raise error
-        elif self.num_shards:
-            step = [items[at : at + size] for at in range(0, len(items), size)]
+                raise ValueError(
+                    "batch_sampler should yield lists of indices, none of them empty, but batch "
+                    f"{position} is {step!r}. Each rank gets whole batches."
+                )
         first = position + cut.rank * cut.share
-        return PositionedIndices(step, epoch.number, first, is_whole=size is None)
+        return PositionedIndices(step, epoch.number, first, is_whole=is_whole)
 
     # The epochs of the user's sampler ----------------------------------------------------
 
@@ -245,10 +238,8 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         kind = "shuffled" if self.shuffle else "in order"
         batch: int | str = self.cut.global_count
         if self.takes_batches:  # which ranks take in turns, however many ranks there are
-            size, shards = size_of_batches(self.items), probe(self.items, "num_shards")
+            size = size_of_batches(self.items)
             batch = "any number of samples" if size is None else f"{size} samples"
-            if isinstance(shards, int) and shards:
-                batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
             "order": kind if self.items is None else describe(self.items, has_facts=True),

@@ -35,7 +35,7 @@ class Cut:
     """A rank's share of each global step.
 
     Attributes:
-        share: Number of items of a rank in a step, over all its shards.
+        share: Number of items of a rank in a step.
         rank: The rank, from 0.
         world_size: Number of ranks.
     """

@@ -55,7 +55,7 @@ def test_batches_are_those_of_local_workers(client) -> None:
     expected = local(Mixed(), **options)
     loader = DataLoader(Mixed(), num_workers=4, executor=executor, **options)
     assert_same(list(loader), expected)
-    sharded: dict[str, Any] = {"batch_size": 2, "num_shards": 2, "num_workers": 3}
+    sharded: dict[str, Any] = {"batch_size": 4, "num_workers": 3}
     steps = list(ShardedDataLoader(Mixed(), **sharded))
     assert_same(list(ShardedDataLoader(Mixed(), executor=executor, **sharded)), steps)
     assert client.submit(abs, -3).result() == 3

@@ -106,7 +106,7 @@ def waits_for_no_event(monkeypatch) -> None:
 
     def deliver_at_once(self, _, tensors):
         # Never recorded: there is nothing to wait for.
-        deliver(self, {self.device: self._new_event(self.device)}, tensors)
+        deliver(self, self._new_event(self.device), tensors)
 
     monkeypatch.setattr(Backend, "deliver", deliver_at_once)
 
@@ -114,7 +114,7 @@ def waits_for_no_event(monkeypatch) -> None:
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     deliver = Backend.deliver
-    monkeypatch.setattr(Backend, "deliver", lambda self, events, _: deliver(self, events, ()))
+    monkeypatch.setattr(Backend, "deliver", lambda self, event, _: deliver(self, event, ()))
 
 
 def keeps_the_rules(monkeypatch) -> None:

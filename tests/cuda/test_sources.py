@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader
+from shmloader import DataLoader, PipelineBuilder
 from tests.cuda.accelerators import kind, make, sample, whole
-from tests.process.support import Calls, Program, only
+from tests.process.support import Program
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -58,21 +58,6 @@ def test_a_pipeline_s_batches_arrive_whole(ends_of) -> None:
     pipeline = builder.transfer(kind()).add_sink(2).build()
     with pipeline.auto_stop():
         assert ends_of(pipeline, 200, sleep_ms=1, slow_every=1) == whole(200)
-
-
-@pytest.mark.usefixtures("copies_are_late")
-def test_a_step_has_a_batch_for_each_device(ends_of) -> None:
-    devices = [f"{kind()}:0", "cpu"]
-    loader = ShardedDataLoader(
-        Calls(sample, 120), 1, devices=devices, collate_fn=only, num_workers=2
-    )
-    there, here = [], []
-    for first, second in loader:
-        there.append(first)
-        here.append(int(second.amin()))
-        assert first.device == torch.device(devices[0])
-    assert ends_of(there, 60) == whole(120)[::2]
-    assert here == [*range(1, 120, 2)]
 
 
 @pytest.mark.usefixtures("copies_are_late")

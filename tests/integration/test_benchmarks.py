@@ -156,10 +156,7 @@ SEED_COSTS = ["TensorDataset", "code, no draws", "code, six draws on an image"]
 # What lines of the output begin with.
 TABLES: dict[str, list[str]] = {
     "sharded.py": [
-        *(
-            rf"\| \(a\) [^|]+\| {loader} \| [^|]+\| {SPREAD} \| {SPREAD} \|$"
-            for loader in ("rank", "shards")
-        ),
+        rf"\| \(a\) [^|]+\| rank \| [^|]+\| {SPREAD} \| {SPREAD} \|$",
         r"order of 100,000 samples, .* MB of memory$",
     ],
     "seed_cost.py": [

@@ -58,7 +58,7 @@ def arena():
 def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
     """What a worker's fetcher makes of a batch, and whether it was gathered."""
     writer, plain, slot = SlotWriter(arena), Plain(dataset), arena.slots[0]
-    fetcher = ArrayFetcher(Arrays(dataset, writer), plain, Timer(), may_shard=False)
+    fetcher = ArrayFetcher(Arrays(dataset, writer), plain, Timer())
     writer.open(slot)
     batch = fetcher.fetch(indices)
     if isinstance(batch, FlatLayout):
@@ -69,7 +69,7 @@ def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
 
 def fetched_here(dataset: Any, indices: Any) -> tuple[Any, bool]:
     plain = Plain(dataset)
-    batch = ArrayFetcher(Arrays(dataset), plain, Timer(), may_shard=False).fetch(indices)
+    batch = ArrayFetcher(Arrays(dataset), plain, Timer()).fetch(indices)
     return batch, not plain.asked
 
 
@@ -360,10 +360,6 @@ def test_the_main_process_gathers_too(where, gathered):
             sample for (batch,) in expected for sample in batch.tolist()
         ]
     assert sorted(gathered) == [4, 5]
-    with shmloader.ShardedDataLoader(dataset, 4, num_shards=2, **HERE[where]) as sharded:
-        steps = list(sharded)
-        assert len(gathered) == 6
-        assert_same(steps[0][1], next(iter(TorchLoader(Subset(dataset, range(4, 8)), 4))))
 
 
 def changes_tensors(loader_class: Any) -> Iterator[Any]:

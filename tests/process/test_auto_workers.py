@@ -148,7 +148,7 @@ def test_a_warning_where_content_may_depend_on_the_worker() -> None:
 
 
 def test_a_sharded_loader_takes_it() -> None:
-    loader = ShardedDataLoader(torch.arange(40), 2, num_workers="auto", num_shards=2)
+    loader = ShardedDataLoader(torch.arange(40), 4, num_workers="auto")
     with loader:
         batches = iter(loader)
         next(batches)

@@ -13,12 +13,13 @@ import multiprocessing
 import os
 import signal
 import threading
+import types
 import weakref
 
 import pytest
 import torch
 
-from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
+from shmloader import DataLoader, PipelineBuilder, WorkerDiedError
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage, PageLocks
 from shmloader.memory.arena import Arena
@@ -36,7 +37,7 @@ def locks(late: LateDevice) -> PageLocks:
     backend = Backend(torch.device("late", 0))
     before = torch.accelerator.current_stream()
     backend.enter()
-    yield PageLocks([backend])
+    yield PageLocks(backend)
     torch.accelerator.set_stream(before)
 
 
@@ -103,7 +104,7 @@ def test_a_new_thread_gets_a_context_before_it_locks(late: LateDevice, slot, has
     def lock() -> None:
         torch.accelerator.set_device_index(0)  # which binds none
         found.append(late.driver.has_context())
-        locks = PageLocks([backend])
+        locks = PageLocks(backend)
         locks.lock(slot, 1000)
         found.append(late.registered_bytes(slot.address))
         locks.unlock(slot)
@@ -184,9 +185,9 @@ def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late, slo
             return super().copy(tensor)
 
     backend = Slow(torch.device("late", 0))
-    locks = PageLocks([backend])
+    locks = PageLocks(backend)
     reading = locks._reading = WatchedLock(locks._reading)
-    stage = DeviceStage(backend, locks, 1)
+    stage = DeviceStage(types.SimpleNamespace(backend=backend, locks=locks), 1)
     locks.lock(slot, 200_000)
     tensor = torch.frombuffer(slot.array(), dtype=torch.uint8, count=200_000)
     copier = threading.Thread(target=stage.run, args=(tensor,))
@@ -205,25 +206,23 @@ def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late, slo
     del tensor, copier
 
 
-def test_what_any_of_several_devices_reads_is_not_unregistered(late: LateDevice) -> None:
+def test_what_a_device_reads_is_not_unregistered(late: LateDevice) -> None:
     def dies(index: int) -> torch.Tensor:
         if index >= 12:
             os.kill(os.getpid(), signal.SIGKILL)
         return sample(index)
 
-    loader = ShardedDataLoader(
-        Calls(dies, 400), 2, devices=["late:0", "late:1"], num_workers=1,
-        prefetch_factor=4, device_prefetch=4, shuffle=False,
-    )  # fmt: skip
+    loader = DataLoader(
+        Calls(dies, 400), 2, device="late:1", num_workers=1, prefetch_factor=4, device_prefetch=4
+    )
     batches = iter(loader)
-    steps = []
+    delivered = []
     with pytest.raises(WorkerDiedError):
-        steps.extend(batches)
-    assert steps
-    for step in steps:
-        for batch in step:
-            ends_of = batch[:, [0, -1]].cpu()
-            assert torch.equal(ends_of[:, 0], ends_of[:, 1])
+        delivered.extend(batches)
+    assert delivered
+    for batch in delivered:
+        ends_of = batch[:, [0, -1]].cpu()
+        assert torch.equal(ends_of[:, 0], ends_of[:, 1])
     loader.close()
     assert late.count("faults") == 0
     assert late.count("registered") == late.count("unregistered") > 0
@@ -354,26 +353,20 @@ def large_sample(index: int) -> torch.Tensor:
     return torch.full((1_500_000,), index, dtype=torch.int32)
 
 
-def two_devices() -> ShardedDataLoader:
-    devices = ["late:0", "late:1"]
-    return ShardedDataLoader(Calls(sample, 400), 2, devices=devices, num_workers=2, shuffle=False)
-
-
 def pipeline() -> object:
     builder = PipelineBuilder().add_source(range(100)).pipe(sample, executor="process")
     return builder.transfer("late").add_sink(2).build()
 
 
-# What makes the loader, and how many copies on which device still work.
+# What makes the loader, and how many copies still work.
 FAILING = {
-    "a device": (lambda: make(100), (20,)),
-    "while batches are ready": (lambda: make(8, device_prefetch=4), (-1,)),
-    "one of two": (two_devices, (8, 1)),
-    "of a pipeline": (pipeline, (10,)),
+    "a device": (lambda: make(100), 20),
+    "while batches are ready": (lambda: make(8, device_prefetch=4), -1),
+    "of a pipeline": (pipeline, 10),
     # Blocks of a size of their own: torch keeps those that other tests have freed.
     "for which it pins": (
         lambda: DataLoader(Calls(large_sample, 24), 2, num_workers=2, pin_memory=True),
-        (-1,),
+        -1,
     ),
 }
 
@@ -387,7 +380,7 @@ def test_a_device_that_fails_is_told_and_closes_quietly(late, slots, what, end) 
     kept = [next(batches)]
     if what == "while batches are ready":
         wait_until(lambda: late.count("late copies") == 5)
-    late.fail_after(*copies)
+    late.fail_after(copies)
     with pytest.raises(RuntimeError, match="late error 700"):
         kept.extend(batches)
     if end == "close":

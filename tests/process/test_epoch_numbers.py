@@ -27,7 +27,7 @@ def seeded(**options):
 
 
 def sharded(**options):
-    return ShardedDataLoader(torch.arange(LENGTH), 2, num_shards=2, **options)
+    return ShardedDataLoader(torch.arange(LENGTH), 4, **options)
 
 
 def stream(**options):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader
 from tests.process.support import Bad, Calls, Numbers
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -239,9 +239,3 @@ def test_what_only_workers_cannot_collate_is_named_after_torch_s_text(name):
     assert type(error).__name__ == kind
     assert str(error).splitlines()[-1].startswith(torchs)
     assert f"In this batch, {note} " in "".join(own_notes(error))
-
-
-def test_shards_of_a_step_are_explained_too():
-    error = raised_by(ShardedDataLoader(Calls(ragged, 8), batch_size=4, num_shards=2))
-    text = "of shape [4, 2] for index 0; a float32 Tensor of shape [3, 2] for index 1. Give"
-    assert text in whole_text(error)

@@ -189,7 +189,7 @@ SAME: dict[str, dict[str, Any]] = {
     "an array": {"dataset": ROWS.numpy()},
     "tensors": {"dataset": torch.utils.data.TensorDataset(ROWS)},
     "a list": {"dataset": list(range(30))},
-    "a rank": {"num_shards": 2, "rank": 1, "world_size": 2, "shuffle": True},
+    "a rank": {"rank": 1, "world_size": 2, "shuffle": True},
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, Subset
 
 import shmloader
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader
 from shmloader.batch import concurrent_fetcher
 from tests.process.support import Bad
 
@@ -185,7 +185,7 @@ class Lists(Dataset):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", WORKERS)
-def test_subsets_lists_shards_and_single_samples(workers):
+def test_subsets_lists_and_single_samples(workers):
     options = {"fetch_concurrency": 3, **workers}
     with DataLoader(Subset(AsyncSquares(9), [3, 1, 2]), batch_size=3, **options) as loader:
         assert next(iter(loader)).tolist() == [9, 1, 4]
@@ -193,9 +193,6 @@ def test_subsets_lists_shards_and_single_samples(workers):
         assert next(iter(loader)).tolist() == [0, 10, 20, 30, 40, 50]
     with DataLoader(AsyncSquares(3), batch_size=None, **options) as loader:
         assert [int(sample) for sample in loader] == [0, 1, 4]
-    with ShardedDataLoader(AsyncSquares(8), 2, num_shards=2, **options) as loader:
-        steps = [[batch.tolist() for batch in step] for step in loader]
-    assert steps == [[[0, 1], [4, 9]], [[16, 25], [36, 49]]]
 
 
 def test_a_worker_keeps_its_loop_over_epochs():

@@ -246,11 +246,3 @@ def test_a_sharded_loader_refuses_samplers_of_ranks_that_are_put_in():
     loader.batch_sampler.sampler = DistributedSampler(range(8), 2, 0)
     with pytest.raises(ValueError, match="DistributedSampler gives a part"):
         iter(loader)
-
-
-def test_the_number_of_devices_counts_when_an_epoch_begins():
-    loader = ShardedDataLoader(torch.arange(6), 1, devices=["cpu"])
-    assert len(loader) == 6
-    loader.devices = ["cpu", "cpu", "cpu"]
-    assert len(loader) == 2
-    assert [values(step) for step in loader] == [[[0], [1], [2]], [[3], [4], [5]]]

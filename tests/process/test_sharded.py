@@ -1,8 +1,7 @@
-"""ShardedDataLoader with real workers: steps of several batches, ranks, devices, tails."""
+"""ShardedDataLoader with real workers: ranks, batches, tails."""
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-import shmloader
-from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
+from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
 from shmloader.loader import resumable
 from shmloader.loader.options import OPTIONS
 from shmloader.sampling import ShardedSampler
-from tests.late import to_host
 from tests.parity.compare import assert_same
-from tests.process.support import Calls, Gate, Streams, mapping_at, wait_until
+from tests.process.support import Calls, Gate, Streams, wait_until
 
 # Elements of int32 in a sample: above 64 KiB, so that a batch is lent, not copied out.
 LENGTH = 17_000
@@ -38,94 +35,36 @@ def numbers(batch: Any) -> list[int]:
     return labels.tolist()
 
 
-def steps_of(loader: Any) -> list[Any]:
-    return [
-        [numbers(batch) for batch in step] if type(step[0]) is list else numbers(step)
-        for step in loader
-    ]
-
-
 def values(loader: Any) -> list[Any]:
-    return [
-        [batch.tolist() for batch in step] if type(step) is list else step.tolist()
-        for step in loader
-    ]
-
-
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_each_step_is_a_list_of_batches_of_batch_size_each(workers) -> None:
-    loader = ShardedDataLoader(Calls(sample, 26), 3, num_shards=2, num_workers=workers)
-    steps = steps_of(loader)
-    assert len(loader) == 5
-    assert steps == [[[*range(n, n + 3)], [*range(n + 3, n + 6)]] for n in range(0, 24, 6)] + [
-        [[24, 25, 0], [1, 2, 3]]
-    ]
+    return [batch.tolist() for batch in loader]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_what_collate_makes_of_each_index_list(workers) -> None:
     dataset = TensorDataset(torch.rand(20, 5), torch.arange(20), torch.rand(20, 2, 40, 300))
 
-    def collated(indices: list[Any]) -> Any:
-        if isinstance(indices[0], list):
-            return [collated(shard) for shard in indices]
-        return default_collate([dataset[index] for index in indices])
-
-    plan = [[[3, 1], [2]], [7, 8, 9], [[4, 4, 4]], [[0, 1], [19, 18], [5]], [11]]
+    plan = [[3, 1], [7, 8, 9], [4, 4, 4], [0], [19, 18, 5]]
     seen = list(ShardedDataLoader(dataset, batch_sampler=plan, num_workers=workers))
-    assert_same(seen, list(map(collated, plan)))
+    assert_same(seen, [default_collate([dataset[index] for index in batch]) for batch in plan])
 
 
-def test_all_shards_of_a_step_lie_in_one_slot(slots) -> None:
-    loader = ShardedDataLoader(Calls(sample, 48), 2, num_shards=4, num_workers=1, prefetch_factor=1)
-    steps = iter(loader)
-    step = next(steps)
-    (home,) = {mapping_at(batch[0].data_ptr()) for batch in step}
-    assert "memfd:shmloader" in home
-    kept = [batch[0] for batch in step][2]
-    del step
-    rest = steps_of(steps)
-    assert len(rest) == 5
-    assert len(slots.maps()) <= 1 + 4
-    assert set(kept.flatten().tolist()) == {4, 5}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_collates_by_hand_writes_into_the_slot_for_each_shard(workers) -> None:
-    def collate(samples: list[Any]) -> Any:
-        out = shmloader.empty((len(samples), LENGTH), torch.int32)
-        for row, (image, _) in zip(out, samples, strict=True):
-            row.copy_(image)
-        return {"image": out, "labels": [label for _, label in samples]}
-
-    loader = ShardedDataLoader(
-        Calls(sample, 12), 2, num_shards=3, num_workers=workers, collate_fn=collate
-    )
-    for number, step in enumerate(loader):
-        for shard, batch in enumerate(step):
-            first = number * 6 + shard * 2
-            assert batch["labels"] == [first, first + 1]
-            assert batch["image"][:, 0].tolist() == [first, first + 1]
-
-
-def test_one_rank_without_shards_is_the_plain_loader() -> None:
+def test_one_rank_is_the_plain_loader() -> None:
     dataset = Calls(sample, 23)
     plain = DataLoader(dataset, 4, num_workers=2)
     loader = ShardedDataLoader(dataset, 4, num_workers=2, last_batch="keep")
-    assert steps_of(loader) == steps_of(plain)
+    assert list(map(numbers, loader)) == list(map(numbers, plain))
     assert len(loader) == len(plain)
     assert isinstance(loader, torch.utils.data.DataLoader)
 
 
-@pytest.mark.parametrize("shards", [None, 2])
-def test_threads_make_the_same_steps(shards) -> None:
-    options: dict[str, Any] = {"num_shards": shards, "shuffle": True, "rank": 1, "world_size": 2}
-    expected = steps_of(ShardedDataLoader(Calls(sample, 40), 3, **options))
+def test_threads_make_the_same_batches() -> None:
+    options: dict[str, Any] = {"shuffle": True, "rank": 1, "world_size": 2}
+    expected = list(map(numbers, ShardedDataLoader(Calls(sample, 40), 3, **options)))
     loader = ShardedDataLoader(
         Calls(sample, 40), 3, num_workers=3, prefetch_factor=1, thread_pool=True, **options
     )
     assert loader.thread_pool is True
-    assert steps_of(loader) == expected
+    assert list(map(numbers, loader)) == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -171,8 +110,8 @@ def test_indices_of_a_sampler_may_be_tuples(options) -> None:
     keys = [(index, size) for index in (1, 2) for size in (3, 4)]
     steps = values(ShardedDataLoader(Crops(), 2, sampler=keys, **options))
     assert steps == [[103, 104], [203, 204]]
-    steps = values(ShardedDataLoader(Crops(), 2, num_shards=2, sampler=keys, **options))
-    assert steps == [[[103, 104], [203, 204]]]
+    steps = values(ShardedDataLoader(Crops(), batch_sampler=[keys[:2], keys[2:]], **options))
+    assert steps == [[103, 104], [203, 204]]
 
 
 @pytest.mark.parametrize(
@@ -254,117 +193,23 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-def test_a_skipped_sample_is_replaced_by_a_good_one_of_its_shard(way) -> None:
-    loader = ShardedDataLoader(failing_at(1, 6), 2, num_shards=3, on_error="skip", **way)
-    assert values(loader) == [[[0, 0], [2, 3], [4, 5]], [[7, 7], [8, 9], [10, 11]]]
+def test_a_skipped_sample_is_replaced_by_a_good_one_of_its_batch(way) -> None:
+    options = {"on_error": "skip", "rank": 0, "world_size": 2, **way}
+    loader = ShardedDataLoader(failing_at(1, 6), 3, **options)
+    assert values(loader) == [[0, 0, 2], [7, 7, 8]]
     assert [failed.index for failed in loader.failures] == [1, 6]
-    loader = ShardedDataLoader(failing_at(4, 5), 2, num_shards=3, on_error="skip", **way)
-    with pytest.raises(TooManyFailures) as raised:  # nothing is left of a shard
+    loader = ShardedDataLoader(failing_at(0, 1, 2), 3, **options)
+    with pytest.raises(TooManyFailures) as raised:  # nothing is left of a batch
         list(loader)
     assert "bad" in str(raised.value.__cause__)
 
 
-@pytest.mark.sampled(2)
-@WAYS
-def test_a_shard_of_a_batch_sampler_is_left_out_alone(way) -> None:
-    dataset = failing_at(2, 3, 4, 8, 9, 10)
-    steps = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
-    options = {"on_error": "skip", **way}
-    assert values(ShardedDataLoader(dataset, batch_sampler=steps, **options)) == [
-        [[0, 1]],
-        [[5], [6, 7]],
-    ]
-    # Batch i is that of device i.
-    options["devices"] = ["cpu"] * 2
-    batches = iter(ShardedDataLoader(dataset, batch_sampler=steps[1:], **options))
-    assert [batch.tolist() for batch in next(batches)] == [[5, 5], [6, 7]]
-    with pytest.raises(TooManyFailures):
-        next(batches)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_empty_shard_is_named(workers) -> None:
-    loader = ShardedDataLoader(
-        torch.arange(9), batch_sampler=[[[1], [2]], [[3], []], [[4], [5]]], num_workers=workers
-    )
-    with pytest.raises(ValueError, match="step 1 of the batch sampler should be a"):
+@pytest.mark.parametrize("batch", [[], [[1], [2]]])
+def test_a_batch_that_is_empty_or_a_list_of_batches_is_named(workers, batch) -> None:
+    loader = ShardedDataLoader(torch.arange(9), batch_sampler=[[1], batch], num_workers=workers)
+    with pytest.raises(ValueError, match="lists of indices, none of them empty, but batch 1 is"):
         list(loader)
-
-
-def test_a_death_names_the_indices_of_all_shards() -> None:
-    def dying(index: int) -> int:
-        if index == 7:
-            os._exit(3)
-        return index
-
-    loader = ShardedDataLoader(Calls(dying, 12), 2, num_shards=3, num_workers=2)
-    steps = iter(loader)
-    assert [batch.tolist() for batch in next(steps)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(WorkerDiedError, match=r"batch 1 \(.*6, 7.*10, 11"):
-        next(steps)
-
-
-@pytest.mark.parametrize(
-    "devices", [["late", "late"], ["late", "cpu"], ["cpu", "late", "late"]], ids=" ".join
-)
-def test_batch_i_arrives_on_device_i(devices, late, slots) -> None:
-    loader = ShardedDataLoader(Calls(sample, 60), 2, devices=devices, num_workers=2)
-    seen: list[int] = []
-    for step in loader:
-        assert type(step) is list
-        assert [batch[0].device.type for batch in step] == devices
-        for batch, device in zip(step, devices, strict=True):
-            seen += numbers(to_host(batch) if device == "late" else batch)
-    assert seen == [*range(60)]
-    del step
-    loader.close()
-    assert slots.maps() == {}
-
-
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["late", "cpu"]], ids=str)
-def test_transform_is_called_with_each_batch(devices, late) -> None:
-    loader = ShardedDataLoader(
-        Calls(sample, 16), 2, devices=devices, num_workers=1,
-        device_transform=lambda batch: {"image": batch[0], "count": 2},
-    )  # fmt: skip
-    for step in loader:
-        assert [batch["count"] for batch in step] == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("workers", "devices"),
-    [(0, ["cpu", "cpu"]), (1, ["cpu", "cpu"]), (1, ["late", "cpu"])],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("step", "text"),
-    [
-        ([1, 2], "step 1 .* at most 2 lists of indices, one for each device, .* but is .1, 2.$"),
-        ([[1], [2], [3]], "step 1 .* at most 2 lists of indices"),
-    ],
-)
-def test_a_step_that_does_not_fit_the_devices_is_told(workers, devices, step, text, late) -> None:
-    loader = ShardedDataLoader(
-        Calls(sample, 8), batch_sampler=[[[0], [1]], step], devices=devices, num_workers=workers
-    )
-    with pytest.raises(ValueError, match=text):
-        list(loader)
-
-
-def test_a_step_may_have_fewer_batches_than_there_are_devices(late) -> None:
-    plan = [[[0], [1, 2]], [[3]]]
-    loader = ShardedDataLoader(
-        Calls(sample, 8), batch_sampler=plan, devices=["late", "late"], num_workers=1
-    )
-    assert [[numbers(to_host(batch)) for batch in step] for step in loader] == plan
-
-
-@pytest.mark.usefixtures("late")
-def test_pinned_steps_are_lists_of_pinned_batches() -> None:
-    loader = ShardedDataLoader(Calls(sample, 12), 2, num_shards=3, num_workers=2, pin_memory=True)
-    for step in loader:
-        assert all(batch[0].is_pinned() for batch in step)
-        assert len(step) == 3
 
 
 @pytest.mark.parametrize(
@@ -375,29 +220,11 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ({"batch_size": 2, "shuffle": True, "sampler": [1]}, ValueError, "shuffle"),
         ({"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
         ({"shuffle": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
-        ({"batch_size": 2, "num_shards": 0}, ValueError, "num_shards=0"),
-        ({"batch_size": 2, "num_shards": "2"}, TypeError, "num_shards='2'"),
-        ({"batch_size": 2, "devices": []}, ValueError, r"devices=\[\]"),
-        ({"batch_size": 2, "devices": "cpu"}, ValueError, "devices='cpu'"),
-        (
-            {"batch_size": 2, "devices": ["cpu", "gpu0"]},
-            ValueError,
-            r"^devices\[1\] should name a device that torch knows, but got devices\[1\]='gpu0'",
-        ),
         (
             {"batch_size": 2, "device": "gpu0"},
             ValueError,
             r"^device should name a .* device='gpu0'",
         ),
-        ({"batch_size": 2, "devices": [None, 1.5]}, TypeError, r"^devices\[1\] should be a device"),
-        ({"batch_size": 2, "devices": ["cpu"], "num_shards": 2}, ValueError, "num_shards=2"),
-        (
-            {"batch_size": 2, "devices": ["cpu"], "device": "cpu"},
-            ValueError,
-            "devices cannot be combined",
-        ),
-        ({"batch_size": 2, "devices": ["nowhere"]}, ValueError, "nowhere"),
-        ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards cannot be combined"),
         *(
             ({"last_batch": rule, "batch_sampler": [[1]]}, ValueError, "combined with batch_samp")
             for rule in ("keep", "discard", "pad")
@@ -427,7 +254,7 @@ def test_an_iterable_dataset_is_refused() -> None:
         ShardedDataLoader(Streams(lambda: iter([1])), 2)
 
 
-def as_if_present(device: Any, argument: str = "device") -> torch.device | None:
+def as_if_present(device: Any) -> torch.device | None:
     return None if device in {None, "cpu"} else torch.device("meta", device)
 
 

@@ -65,7 +65,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in_order": {"in_order": False},
     "batch_sampler": {"batch_sampler": BatchSampler(SequentialSampler(range(COUNT)), 4, False)},
     "sampler": {"sampler": range(COUNT - 1, -1, -1)},
-    "shards": {"num_shards": 2},
     "discard": {"last_batch": "discard"},
     "skip": {"dataset": BAD, "on_error": "skip"},
     "replaced": {"dataset": BAD, "on_error": replace},
@@ -86,9 +85,7 @@ def two_epochs(scope: str, **options: Any) -> Any:
     found = []
     with one:
         for _ in range(2):
-            steps = list(one)
-            is_list = isinstance(steps[0], list) and isinstance(steps[0][0], tuple | list)
-            batches = contents([each for step in steps for each in step] if is_list else steps)
+            batches = contents(list(one))
             if one.fetch_concurrency is not None:  # threads share the generators of torch
                 batches = [(indices, []) for indices, _ in batches]
             found.append(batches if one.in_order else sorted(batches))

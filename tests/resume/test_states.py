@@ -374,7 +374,7 @@ LIST = {"sampler": [3, 2]}
     ("saved", "own", "told"),
     [
         ({}, {"dataset": list(range(7))}, f"len(dataset): {LENGTH} in the state, 7 in"),
-        ({}, {"batch_size": 5}, "all ranks and shards: 4 in the state, 5 in"),
+        ({}, {"batch_size": 5}, "all ranks: 4 in the state, 5 in"),
         ({"seed": 3}, {"seed": 4}, "- seed: 3 in the state, 4 in"),
         ({"seed": 3, "shuffle": True}, {"seed": 3}, "batch_sampler: 'shuffled' in the state, 'in"),
         ({"seed": 3, **LIST}, {"seed": 3}, "batch_sampler: 'list' in the state, 'in order' in"),
@@ -384,7 +384,11 @@ LIST = {"sampler": [3, 2]}
             {"shuffle": True},
             "'BatchSampler(SequentialSampler)' in the state, 'BatchSampler(RandomSampler)' in",
         ),
-        ({}, {"batch_size": 1, "batch_sampler": [[0, 1], [2]]}, "shards: 4 in the state, None in"),
+        (
+            {},
+            {"batch_size": 1, "batch_sampler": [[0, 1], [2]]},
+            "all ranks: 4 in the state, None in",
+        ),
         ({"generator": torch.Generator()}, {}, "generators of the loader and its samplers: 1 in"),
         ({}, {"generator": torch.Generator()}, "samplers: 0 in the state, 1 in"),
     ],
@@ -417,16 +421,16 @@ def test_batches_of_another_kind_and_another_global_batch_are_another_loader():
     with pytest.raises(ValueError, match="'4 samples' in the state, '5 samples' in this"):
         make(5, 1).load_state_dict(state)
     state = shmloader.ShardedDataLoader(Squares(), 4, rank=0, world_size=2).state_dict()
-    with pytest.raises(ValueError, match="over all ranks and shards: 8 in the state, 12 in this"):
-        shmloader.ShardedDataLoader(Squares(), 4, num_shards=3).load_state_dict(state)
+    with pytest.raises(ValueError, match="over all ranks: 8 in the state, 12 in this"):
+        shmloader.ShardedDataLoader(Squares(), 12).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("seed", "found", "text"),
     [
-        (None, (4, False), "shards: 4 in the state, 8 in this loader"),
+        (None, (4, False), "all ranks: 4 in the state, 8 in this loader"),
         (None, (8, True), "'discard' in the state, 'keep' in this loader"),
-        (3, (4, False), "shards: '4 samples' in the state, '8 samples' in this loader."),
+        (3, (4, False), "all ranks: '4 samples' in the state, '8 samples' in this loader."),
     ],
 )
 def test_a_batch_sampler_of_torchs_with_other_batches_is_another_loader(seed, found, text):

@@ -203,7 +203,6 @@ def test_torchs_loader_shares_the_readers_among_workers():
             {"worker_scope": "host", "num_workers": 1, "rank": 0, "world_size": 1},
             "worker_scope='host': give 'rank'",
         ),
-        ({"devices": ["cpu", "cpu"], "rank": 0, "world_size": 1}, "devices or num_shards: have"),
         ({"last_batch": "keep", "rank": 0, "world_size": 1}, "last_batch='keep': give 'pad'"),
     ],
 )

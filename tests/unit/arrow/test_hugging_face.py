@@ -60,7 +60,7 @@ def outcome(call):
 def fetched(dataset, indices, writer):
     """The batch, by a worker's fetcher or (without a writer) by the main process's."""
     plain = Plain(dataset)
-    fetcher = ArrayFetcher(Arrays(dataset, writer), plain, Timer(), may_shard=False)
+    fetcher = ArrayFetcher(Arrays(dataset, writer), plain, Timer())
     if writer is not None:
         writer.open(writer.slot)
     batch = outcome(lambda: fetcher.fetch(indices))

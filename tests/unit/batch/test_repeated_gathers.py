@@ -69,7 +69,7 @@ class Worker:
     def __init__(self, dataset: Any) -> None:
         self.arena = Arena.create(1 << 20, 1)
         self.writer, self._dataset = SlotWriter(self.arena), dataset
-        self._fetcher = ArrayFetcher(Arrays(dataset, self.writer), self, Timer(), may_shard=False)
+        self._fetcher = ArrayFetcher(Arrays(dataset, self.writer), self, Timer())
         self.was_left = False
 
     def fetch(self, indices: list[int]) -> Any:

@@ -57,7 +57,7 @@ class Stream(IterableDataset):
 
 def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
     is_stream = isinstance(dataset, IterableDataset)
-    plan = plan or FetchConfig(is_stream, True, False, may_shard=False)
+    plan = plan or FetchConfig(is_stream, True, False)
     collate = Collator(collate_fn, Timer(), takes_list=plan.auto_collation, rng=streams)
     if is_stream:
         return StreamFetcher(plan, dataset, collate, streams)
@@ -152,18 +152,6 @@ def test_a_normal_number_left_over_by_the_sample_before_is_forgotten():
         load(PositionedIndices([1, 0], 0, 0), Normals())[1]
         == load(PositionedIndices([0], 0, 1), Normals())[0]
     )
-
-
-def test_collate_draws_by_the_first_sample_of_its_own_batch():
-    plan = FetchConfig(False, True, False, may_shard=True)
-
-    def collate(samples):
-        return len(samples), draws()
-
-    step = load(PositionedIndices([[1, 2], [0, 1, 2], [5]], 1, 30), collate_fn=collate, plan=plan)
-    assert [count for count, _ in step] == [2, 3, 1]
-    for at, (_, drawn) in zip([30, 32, 35], step, strict=True):
-        assert drawn == load(PositionedIndices([1], 1, at), collate_fn=collate)[1]
 
 
 def test_iter_is_called_only_once_the_epoch_is_known():

@@ -112,7 +112,7 @@ def test_without_the_driver_s_library_it_says_so_once_and_locks_nothing(late, sl
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setitem(backend.DRIVERS, "late", missing)
-    locks = PageLocks([Backend(torch.device("late", 0))])
+    locks = PageLocks(Backend(torch.device("late", 0)))
     with pytest.warns(RuntimeWarning, match=r"through pinned memory.*libcuda"):
         locks.lock(slot, 100)
     locks.lock(slot, 200)  # a second warning would be an error here
@@ -120,7 +120,7 @@ def test_without_the_driver_s_library_it_says_so_once_and_locks_nothing(late, sl
 
 
 def test_a_kind_without_a_known_driver_goes_by_pinned_memory_in_silence(slot) -> None:
-    locks = PageLocks([Backend(torch.device("xpu", 0))])
+    locks = PageLocks(Backend(torch.device("xpu", 0)))
     locks.lock(slot, 100)
     assert not covers(locks, torch.frombuffer(slot.array(), dtype=torch.uint8, count=10))
     locks.unlock(slot)

@@ -35,7 +35,7 @@ def attributes(loader):
         (DataLoader, {"num_workers": "auto", "seed": 1}),
         (ShardedDataLoader, {}),
         (ShardedDataLoader, {"rank": 1, "world_size": 2, "shuffle": True}),
-        (ShardedDataLoader, {"num_shards": 2, "last_batch": "keep"}),
+        (ShardedDataLoader, {"last_batch": "keep"}),
     ],
 )
 def test_the_public_attributes_are_arguments_before_and_after_an_epoch(kind, options) -> None:

@@ -49,9 +49,7 @@ def test_the_sharded_loader_has_each_argument_of_the_other_by_name() -> None:
         "shuffle",
     ]
     assert theirs.keys() <= ours.keys()
-    assert ours.keys() - theirs.keys() == {
-        *("last_batch", "rank", "world_size", "num_shards", "devices", "worker_scope")
-    }
+    assert ours.keys() - theirs.keys() == {*("last_batch", "rank", "world_size", "worker_scope")}
     others = {"shuffle": (False, None), "seed": (0, None)}
     for name in theirs.keys() & ours.keys():
         defaults = ours[name].default, theirs[name].default

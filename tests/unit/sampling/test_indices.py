@@ -14,10 +14,8 @@ from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
 
 
-def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, last_batch="pad", **options):
-    size = batch // world_size // max(1, shards)
-    options = {"length": length, "shuffle": True, "ranks": Ranks(rank, world_size), **options}
-    return SeededOrder(size, shards, last_batch, 3, **options)
+def plan_of(length=50):
+    return SeededOrder(12, "pad", 3, length=length, shuffle=True, ranks=Ranks(0, 1))
 
 
 def test_an_epoch_that_has_begun_keeps_its_number():
@@ -30,15 +28,15 @@ def test_an_epoch_that_has_begun_keeps_its_number():
 
 def test_a_plan_follows_a_dataset_that_grows():
     dataset = [1, 2, 3]
-    plan = SeededOrder(2, 0, "keep", 0, length=dataset)
+    plan = SeededOrder(2, "keep", 0, length=dataset)
     assert (len(plan), [one.indices for one in plan]) == (2, [[0, 1], [2]])
     dataset += [4, 5]
     assert (len(plan), [one.indices for one in plan]) == (3, [[0, 1], [2, 3], [4]])
 
 
 @pytest.mark.parametrize("step", [[], [(1, 2), (3, 4)], [[], [1]], "key", 7])
-def test_what_is_no_step_of_several_batches_is_handed_on_as_it_is(step):
-    plan = SeededOrder(None, 0, "keep", 0, items=[step], may_shard=False)
+def test_what_is_not_divided_is_handed_on_as_it_is(step):
+    plan = SeededOrder(None, "keep", 0, items=[step])
     assert [one.indices for one in plan] == [step]
 
 
