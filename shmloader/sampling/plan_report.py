@@ -49,13 +49,13 @@ def measure(
     own, loaded = np.zeros(len(budget), np.int64), np.zeros(len(budget), np.int64)
     costs: list[Costs] = []
     plan_s = 0.0
-    for number in range(windows.window_count):
-        began_s = time.perf_counter()
-        window = windows.window(number)
+    began_s = time.perf_counter()
+    for window in windows:
         plan_s += time.perf_counter() - began_s
         own += window.lengths.sum(axis=0)
         loaded += packer.as_loaded(window).sum(axis=0)
         costs.append(packer.costs(window, cost))
+        began_s = time.perf_counter()
     each = np.concatenate([np.zeros(0), *costs])
     return PlanReport(
         fill=float((own / (max(1, len(each)) * budget)).max()),

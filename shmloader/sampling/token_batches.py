@@ -22,9 +22,6 @@ from shmloader.sampling.token_windows import EpochWindows, Packer
 _LAYOUTS = ("packed", "padded")
 _LAST_BATCHES = ("divide", "pad", "discard")
 
-# Epochs whose windows are remembered: the running one and the next.
-_REMEMBERED = 2
-
 
 class TokenBatches(EpochSampler[list[int]]):
     """Batches of at most ``max_tokens`` tokens, full ones, and of similar cost on all ranks.
@@ -152,11 +149,12 @@ class TokenBatches(EpochSampler[list[int]]):
             )
         # The epoch that was begun last, until it is exhausted.
         self._running: int | None = None
-        self._epochs: dict[int, EpochWindows] = {}
+        # An epoch, and the number of its batches.
+        self._counted: tuple[int, int] = -1, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but planned windows."""
-        return {**self.__dict__, "_epochs": {}, "_running": None}
+        """Return everything but a running epoch."""
+        return {**self.__dict__, "_running": None}
 
     @property
     def lengths(self) -> Any:
@@ -173,25 +171,21 @@ class TokenBatches(EpochSampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none is drawn.
 
-        The first call of an epoch plans all its windows: 0.2 s for a million samples.
+        The first call for an epoch plans all its windows: 0.2 s for a million samples.
         """
-        return len(self._windows(self.epoch if self._running is None else self._running))
+        epoch = self.epoch if self._running is None else self._running
+        if self._counted[0] != epoch:
+            self._counted = epoch, self._plan(epoch).count_batches()
+        return self._counted[1]
 
     def _draw(self, epoch: int) -> Iterator[list[int]]:
         self._running = epoch
         try:
-            yield from self._windows(epoch).batches()
+            for window in self._plan(epoch):
+                yield from window.batches()
         finally:  # also if the epoch is left
             if self._running == epoch:
                 self._running = None
-
-    def _windows(self, epoch: int) -> EpochWindows:
-        windows = self._epochs.get(epoch)
-        if windows is None:
-            while len(self._epochs) >= _REMEMBERED:
-                del self._epochs[next(iter(self._epochs))]
-            windows = self._epochs[epoch] = self._plan(epoch)
-        return windows
 
     def _plan(self, epoch: int) -> EpochWindows:
         return EpochWindows(

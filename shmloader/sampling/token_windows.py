@@ -92,9 +92,6 @@ class EpochWindows:
         size: Samples in a window; the last samples, too few for one, are spread over all windows.
         shuffle: Whether windows are runs of a shuffled order, and batches are shuffled.
         seed, epoch: What the order depends on.
-
-    Attributes:
-        window_count: Number of windows.
     """
 
     def __init__(
@@ -111,45 +108,34 @@ class EpochWindows:
         self._seed, self._epoch = seed, epoch
         count = source.number_count
         self._order = Permutation(count, seed, epoch) if shuffle else None
-        self.window_count = max(1, count // size) if count else 0
-        # How many batches come before each window, as far as is known.
-        self._firsts = [0]
+        self._window_count = max(1, count // size) if count else 0
 
-    def __len__(self) -> int:
-        """Return the number of batches. Plans all windows at the first call."""
-        return self._first(self.window_count)
+    def count_batches(self) -> int:
+        """Pack all windows, and return the number of their batches."""
+        return sum(len(self._pack(number).packing.ends) for number in range(self._window_count))
 
-    def batches(self) -> Iterator[list[int]]:
-        """Yield the batches, as lists of numbers."""
-        for number in range(self.window_count):
-            yield from self.window(number).batches()
-
-    def window(self, number: int) -> Window:
-        """Plan a window, with its batches in the order of the epoch."""
-        first, window = self._first(number), self._pack(number)
-        packing, cost, random = window.packing, self._packer.cost, None
-        if number == len(self._firsts) - 1:
-            self._firsts.append(first + len(packing.ends))
-        if self._order is not None:
-            random = random_numbers(self._seed, self._epoch, number + 1)
-        if cost is not None:
-            order = order_by_cost(self._packer.costs(window, cost), first, random)
-        elif random is not None:
-            order = random.permutation(len(packing.ends))
-        else:  # by the first sample of each
-            order = np.argsort(np.minimum.reduceat(packing.order, packing.starts), kind="stable")
-        return window._replace(packing=packing.arranged(order))
-
-    def _first(self, window: int) -> int:
-        """Return how many batches come before a window."""
-        for number in range(len(self._firsts) - 1, window):
-            self._firsts.append(self._firsts[-1] + len(self._pack(number).packing.ends))
-        return self._firsts[window]
+    def __iter__(self) -> Iterator[Window]:
+        """Plan one window after the other, with its batches in the order of the epoch."""
+        first, cost, random = 0, self._packer.cost, None
+        for number in range(self._window_count):
+            window = self._pack(number)
+            packing = window.packing
+            if self._order is not None:
+                random = random_numbers(self._seed, self._epoch, number + 1)
+            if cost is not None:
+                order = order_by_cost(self._packer.costs(window, cost), first, random)
+            elif random is not None:
+                order = random.permutation(len(packing.ends))
+            else:  # by the first sample of each
+                numbers = np.minimum.reduceat(packing.order, packing.starts)
+                order = np.argsort(numbers, kind="stable")
+            yield window._replace(packing=packing.arranged(order))
+            first += len(packing.ends)
 
     def _pack(self, number: int) -> Window:
         """Return a window, with its batches in the order in which they were packed."""
         count = self._source.number_count
-        begin, end = (count * each // self.window_count for each in (number, number + 1))
+        begin, end = (count * each // self._window_count for each in (number, number + 1))
         positions = np.arange(begin, end)
         order = positions if self._order is None else self._order.at(positions)
         return self._packer.pack(*self._source.take(order))
