@@ -521,18 +521,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __copy__(self) -> Self:
         """Return a copy with a plan and samplers of its own. No epoch runs in it."""
-        other = object.__new__(type(self))
-        vars(other).update(self.__getstate__())
-        plan = other._plan
-        if plan is not None:
-            counter = copy.copy(plan.counter)
-            if self._counter is not None:
-                other._counter = counter
-            own = other._plan = copy.copy(plan)
-            own.order, own.counter = copy.copy(plan.order), counter
-            if isinstance(other.sampler, SeededSampler) and other.sampler.epochs is plan.counter:
-                sampler = copy.copy(other.sampler)
-                sampler.epochs = counter
-                other._set_own_sampler(sampler)
-        other.__setstate__({})
-        return other
+        plan, own = self._plan, {id(self._plan), id(self._counter)}
+        if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is self._counter:
+            own |= {id(self.sampler), id(self.batch_sampler)}
+        memo = {id(one): one for one in vars(self).values() if id(one) not in own}
+        if plan is not None:  # the copy makes these itself
+            memo |= dict.fromkeys(map(id, (plan.order, plan.newest, plan.sources)), plan.order)
+        return copy.deepcopy(self, memo)
