@@ -51,6 +51,7 @@ class Threads:
         unwilling: Idents of threads that must not wait for a parked thread: the parkable threads
             themselves, and the thread that forks.
         to_park: The threads that are to park. A set is replaced, never changed.
+        prefetching: Held by the threads that download shards ahead: by two at a time.
         is_exiting: Whether the threads are parked for good.
         is_watching_exit: Whether a function is registered that parks the threads at the
             interpreter's exit.
@@ -66,6 +67,7 @@ class Threads:
         self.live: set[Any] = set()
         self.to_park: set[Any] = set()
         self.unwilling: set[int] = set()
+        self.prefetching = threading.Semaphore(2)
         self.is_watching_exit = False
 
 

@@ -35,9 +35,6 @@ from shmloader.threads import BackgroundThread
 _LOCK, _LOCK_COUNT = ".lock-", 64
 _LONGEST_NAME = 100
 
-# A process downloads so many shards ahead at a time.
-_MOST_PREFETCHES = 2
-
 # A shard is not removed for so long after its last use. Its reader opens it within milliseconds, or
 # after it has made the index.
 _KEPT_S = 60.0
@@ -105,15 +102,10 @@ class ShardCache:
     def prefetch(self, url: str) -> None:
         """Begin to download a shard on a thread of this process, and return.
 
-        Does nothing if this process downloads two shards ahead already. An error is not raised
-        here: :meth:`path` tries again.
+        A process downloads two shards ahead at a time. An error is not raised here: :meth:`path`
+        tries again.
         """
-        threads = list(PROCESS.threads.live)
-        if (
-            local_path(url) is None
-            and not self._place(url).exists()
-            and sum(type(thread) is _Prefetch for thread in threads) < _MOST_PREFETCHES
-        ):
+        if local_path(url) is None and not self._place(url).exists():
             _Prefetch(self, url).start()
 
     def _unusable(self, url: str, error: OSError) -> ShardError:
@@ -194,5 +186,5 @@ class _Prefetch(BackgroundThread):
     def work(self) -> None:
         """Download it. What that raises is dropped."""
         # A fork does not wait for the network.
-        with self.resting(), contextlib.suppress(Exception):
+        with self.resting(), contextlib.suppress(Exception), PROCESS.threads.prefetching:
             self._cache.path(self._url)
