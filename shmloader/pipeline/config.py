@@ -6,7 +6,7 @@ An *op* is the function of a stage.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -91,11 +91,6 @@ class StageConfig:
     def capacity(self) -> int:
         """Items that may be in this stage: those in work, and results that wait to leave."""
         return self.concurrency * (_JOBS_PER_PROCESS if self.kind == "process" else 1)
-
-
-def call_all(op: Callable[..., Any], item: Any) -> list[Any]:
-    """Return all results of a generator function for an item. Called in other processes, too."""
-    return list(op(item))
 
 
 def results_of(stage: StageConfig, result: Any) -> Sequence[Any]:

@@ -20,10 +20,8 @@ Guarantees:
 
 import collections
 import contextlib
-import functools
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +36,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import work_of
 from shmloader.memory.arena import Arena
 from shmloader.memory.limits import MemoryConfig
-from shmloader.pipeline.config import PipelineConfig, StageConfig, call_all, results_of
+from shmloader.pipeline.config import PipelineConfig, StageConfig, results_of
 from shmloader.pipeline.executors import DeviceExecutor, LoopExecutor, ThreadExecutor
 from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import Job
@@ -59,13 +57,14 @@ _GRACE_S = 0.3
 
 
 class OpItems:
-    """The dataset of a worker: indexed by an item, it returns the op's result."""
+    """The dataset of a worker: indexed by an item, it returns the op's result or results."""
 
-    def __init__(self, op: Callable[[Any], Any]) -> None:
-        self.op = op
+    def __init__(self, stage: StageConfig) -> None:
+        self.op, self._makes_many = stage.op, stage.makes_many
 
     def __getitem__(self, item: Any) -> Any:
-        return self.op(item)
+        result = self.op(item)
+        return list(result) if self._makes_many else result
 
 
 def unchanged(result: Any) -> Any:
@@ -88,12 +87,11 @@ class ProcessExecutor(OwnThread):
         self._jobs: collections.deque[Job] = collections.deque()
         self._sent: dict[int, Job] = {}
         self._numbers = itertools.count()
-        op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
         count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + _LEND_LIMIT)
         arena = Arena.create(None, window + _LEND_LIMIT)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         tasks = TaskConfig(config, arena, TaskQueue(), memory)
-        objects = (OpItems(op), None, unchanged, "raise")
+        objects = (OpItems(stage), None, unchanged, "raise")
         seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
         starter = OwnWorkers(None, count, objects, tasks, seed, names)
         grace_s = _GRACE_S / executor_count
