@@ -13,6 +13,7 @@ Guarantees:
 import weakref
 from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -23,6 +24,7 @@ from shmloader.grammar import described_type
 from shmloader.insight.stats import LoaderStats
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
+from shmloader.memory.limits import free_memory
 from shmloader.process_state import PROCESS
 from shmloader.sampling.arguments import Ranks
 
@@ -49,12 +51,16 @@ _GAUGES = {
     "slots": ("Most slots of an epoch.", "slots.count"),
     "shared_memory_max_bytes": ("Most memory that all slots of an epoch took.", "slots.nbytes"),
     "worker_memory_bytes": ("Memory of workers, with parts of shared pages.", "workers.pss_bytes"),
+    "free_memory_bytes": ("Memory that the process may still take.", "free"),
 }
 _PARTS = {"wait_seconds": "cause", "stage_seconds": "stage"}
 
 
 def _value_of(stats: LoaderStats, path: str) -> Any:
     part, _, name = path.partition(".")
+    if part == "free":
+        free = free_memory(Path("/"))
+        return None if free is None else free.nbytes
     if part == "workers":
         return sum(getattr(worker, name) or 0 for worker in stats.workers)
     return attrgetter(path)(stats)

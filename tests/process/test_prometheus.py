@@ -120,6 +120,7 @@ def test_a_value_that_shrinks_does_not_take_its_counter_back(monkeypatch) -> Non
     after = scraped(registry)
     assert after["batches_total", "train"] == before["batches_total", "train"] == 6
     assert after["workers", "train"] == 7
+    assert after["free_memory_bytes", "train"] > 0
 
 
 def shmloader_stats() -> Any:
