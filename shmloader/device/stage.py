@@ -6,7 +6,7 @@ other memory. torch decides what each value in a batch becomes, and which object
 with one exception: all small tensors in lists, tuples and dicts share one page-locked block,
 because each allocation is expensive.
 
-For stages that copy to devices, :func:`map_tensors` rebuilds containers as torch's pinning does.
+For copies to a device, :func:`map_tensors` rebuilds containers as torch's pinning does.
 """
 
 import copy

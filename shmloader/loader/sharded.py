@@ -229,6 +229,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 f"shuffle should be True or False, but got shuffle={reprlib.repr(shuffle)}"
             )
         _check_samplers(sampler, batch_sampler)
+        if last_batch is not None:
+            choice(last_batch, "last_batch", get_args(LastBatch))
         whole_number(seed, "seed", minimum=0)  # here None is refused, too
         if batch_sampler is None and batch_size is None and not isinstance(dataset, Stream):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
@@ -400,13 +402,10 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
 
 
 def _check_last_batch(last_batch: object, batch_sampler: object, *, drop_last: bool) -> None:
-    if last_batch is None:
-        return
-    choice(last_batch, "last_batch", get_args(LastBatch))
     wrong = ""
-    if drop_last and last_batch != "discard":
+    if drop_last and last_batch not in (None, "discard"):
         wrong = "drop_last=True, which means 'discard'"
-    elif batch_sampler is not None:
+    elif last_batch is not None and batch_sampler is not None:
         wrong = "batch_sampler, which makes the batches"
     if wrong:
         raise ValueError(f"last_batch={last_batch!r} cannot be combined with {wrong}")

@@ -203,6 +203,10 @@ def test_torchs_loader_shares_the_readers_among_workers():
             {"worker_scope": "host", "num_workers": 1, "rank": 0, "world_size": 1},
             "worker_scope='host': give 'rank'",
         ),
+        (
+            {"last_batch": "rollover", "rank": 0, "world_size": 1},
+            "last_batch should be 'keep', 'disc",
+        ),
         ({"last_batch": "keep", "rank": 0, "world_size": 1}, "last_batch='keep': give 'pad'"),
     ],
 )
