@@ -124,19 +124,13 @@ def check_planned(sampler: object, batch_sampler: object, dataset: Any) -> None:
 # Epochs of datasets -----------------------------------------------------------------------
 
 
-def set_dataset_epoch(dataset: object, epoch: int) -> None:
+def set_dataset_epoch(dataset: Any, epoch: int) -> None:
     """Call ``set_epoch()`` of a dataset, or of those that a dataset of torch's wraps."""
-    for each in told_datasets(dataset):
-        with contextlib.suppress(NotImplementedError):  # a base class's stub
-            each.set_epoch(epoch)
-
-
-def told_datasets(dataset: object) -> list[Any]:
-    """Return what has ``set_epoch()``: a dataset, or those that a dataset of torch's wraps."""
     if callable(probe(dataset, "set_epoch")):
-        return [dataset]
-    if type(dataset) is Subset:
-        return told_datasets(dataset.dataset)
-    if type(dataset) in (ConcatDataset, ChainDataset):
-        return [found for each in probe(dataset, "datasets", ()) for found in told_datasets(each)]
-    return []
+        with contextlib.suppress(NotImplementedError):  # a base class's stub
+            dataset.set_epoch(epoch)
+    elif type(dataset) is Subset:
+        set_dataset_epoch(dataset.dataset, epoch)
+    elif type(dataset) in (ConcatDataset, ChainDataset):
+        for each in dataset.datasets:
+            set_dataset_epoch(each, epoch)
