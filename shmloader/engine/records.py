@@ -47,31 +47,20 @@ class SlotTable:
         self._capacity = capacity
         self.states: list[SlotState] = []
         self.free_ids: list[int] = []
-        self._last_worker: list[int] = []
         self.lent_count = 0
 
-    def take(self, worker_id: int) -> int:
-        """Return a slot for this worker to fill, or raise an InternalError if all are in use.
+    def take(self) -> int:
+        """Return a free slot: the one that was freed last, whose bytes may still be in a cache.
 
-        Prefers the slot that this worker was the last to fill, since the worker has mapped its
-        pages, and then the one that was freed last, whose bytes may still be in a cache.
+        Raises an InternalError if all are in use.
         """
-        free, last = self.free_ids, self._last_worker
-        if not free:
-            if len(last) == self._capacity:
+        if not self.free_ids:
+            if len(self.states) == self._capacity:
                 raise InternalError("all slots are in use (I5)")
-            free.append(len(last))
-            last.append(worker_id)
+            self.free_ids.append(len(self.states))
             self.states.append(FREE)
-        slot_id = free.pop()
-        if last[slot_id] != worker_id:
-            for position in range(len(free) - 1, -1, -1):
-                if last[free[position]] == worker_id:
-                    free.append(slot_id)
-                    slot_id = free.pop(position)
-                    break
+        slot_id = self.free_ids.pop()
         self.states[slot_id] = TAKEN
-        last[slot_id] = worker_id
         return slot_id
 
     def lend(self, slot_id: int) -> None:

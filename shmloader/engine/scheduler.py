@@ -200,7 +200,7 @@ class Scheduler:
         self._next_seq = seq + 1
         ticket = self._tickets[seq] = Ticket(seq, worker_id, UNASSIGNED, indices, now_ns)
         if self._has_slots:
-            ticket.slot_id = self.slots.take(worker_id)
+            ticket.slot_id = self.slots.take()
         if worker is not None:
             worker.in_flight += 1
         if worker is None or worker.state is RUNNING:
