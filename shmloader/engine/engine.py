@@ -18,7 +18,7 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, not_an_end
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.records import DEAD, LOST
-from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
+from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.workers import (
     describe_death,
     describe_loading,
@@ -276,16 +276,13 @@ class Engine:
                 self._adjust_workers()
             # Most often the awaited answer is here already: no call of the selector is needed.
             ticket = scheduler.first()
-            if ticket is None:
-                has_received = pool.poll(UNASSIGNED, self)
-            else:
-                has_received = ticket.answer is None and pool.poll(ticket.worker_id, self)
-                if ticket.answer is not None:
-                    scheduler.pop(ticket)
-                    if self._watch is None or not self._is_left_out(self._watch, ticket):
-                        return self._deliver(ticket)
-                    deadline = None
-                    continue
+            has_received = (ticket is None or ticket.answer is None) and pool.poll(self)
+            if ticket is not None and ticket.answer is not None:
+                scheduler.pop(ticket)
+                if self._watch is None or not self._is_left_out(self._watch, ticket):
+                    return self._deliver(ticket)
+                deadline = None
+                continue
             if has_received:
                 continue
             # The user's thread may still send a ticket that a worker accepts.

@@ -99,10 +99,10 @@ class Pool(Protocol):
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task. Raises as ``send``."""
 
-    def poll(self, worker_id: int, events: Any) -> bool:
-        """Report what a worker answered, if a message is there or about to arrive. Never sleeps.
+    def poll(self, events: Any) -> bool:
+        """Report what workers have answered, or are about to. Never sleeps.
 
-        A negative number stands for all workers. Returns whether there was a message.
+        Returns whether there was a message.
         """
 
     def wait(self, timeout_s: float | None, events: Any) -> bool:

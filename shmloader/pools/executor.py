@@ -152,7 +152,7 @@ class ExecutorPool(ObjectPool):
                 attempt(sent.future.cancel)  # the executor may be gone
         return [*dropped]
 
-    def poll(self, worker_id: int, events: Any) -> bool:  # noqa: ARG002 - of all workers
+    def poll(self, events: Any) -> bool:
         """Report the answers that have come."""
         return sum(self._report(sent, events) for sent in self._done) > 0
 
@@ -166,7 +166,7 @@ class ExecutorPool(ObjectPool):
             if self._check is not None and not self._done:
                 self._check()
         self.is_waiting = False
-        return self.poll(-1, events)
+        return self.poll(events)
 
     @property
     def _done(self) -> list[_Sent]:

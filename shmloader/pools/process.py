@@ -12,11 +12,10 @@ from shmloader.faults import FAULTS
 from shmloader.grammar import size
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
-from shmloader.messages import DONE, HUNG, NO_EPOCH, RECEIVE_BYTES, SPILLED, TASK
+from shmloader.messages import DONE, HUNG, NO_EPOCH, SPILLED, TASK
 from shmloader.pools.answers import Answer, read_layout
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import SlotMemory
-from shmloader.pools.task_queue import LOOKS, receive
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.sampling.indices import IndexArray
 
@@ -116,18 +115,6 @@ class ProcessPool(WorkerProcesses):
         for piece in messages.pieces(messages.pack(message)):
             if not worker.send(piece):
                 self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
-
-    def poll(self, worker_id: int, events: Any) -> bool:
-        """Report what was answered, if a message is here or about to arrive."""
-        if worker_id < 0:
-            return self._look(events)
-        try:
-            data = receive(self.handles[worker_id].channel, RECEIVE_BYTES, LOOKS)
-        except ConnectionError:
-            return False  # the worker has died, as its pidfd will show
-        if data:
-            self._receive(worker_id, data, events)
-        return bool(data)
 
     def _receive(self, worker_id: int, data: bytes, events: Any) -> None:
         """Report the contents of a worker's message."""

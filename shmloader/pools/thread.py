@@ -257,7 +257,7 @@ class ThreadPool(ObjectPool):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int, events: Any) -> bool:  # noqa: ARG002 - of all threads
+    def poll(self, events: Any) -> bool:
         """Report the answers that have come."""
         answers, has_any = self.answers, False
         while answers:
@@ -285,7 +285,7 @@ class ThreadPool(ObjectPool):
         if not self.answers:
             self.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
-        return self.poll(-1, events)
+        return self.poll(events)
 
     # Workers -----------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class WorkerProcesses:
         if waker is not None and self.is_waiting:
             waker.wake()
 
-    def _look(self, events: Any) -> bool:
+    def poll(self, events: Any) -> bool:
         """Report what has come or is about to come, as :meth:`wait` does. Never sleeps."""
         if compiled.receive_any is not None and not self._is_closed:
             watched, sockets = self._watched

@@ -42,7 +42,7 @@ class CallingPool:
 
     def resume(self, worker_id: int, checkpoint: object) -> None: ...
 
-    def poll(self, worker_id: int, events: Any) -> bool:
+    def poll(self, events: Any) -> bool:
         if not self._tasks:
             return False
         seq, epoch, indices = self._tasks.popleft()
@@ -60,7 +60,7 @@ class CallingPool:
         if not self._tasks:
             self._wakeup.wait(timeout_s)
         self.is_waiting = False
-        return self.poll(-1, events)
+        return self.poll(events)
 
     def wake(self) -> None:
         self._wakeup.set()

@@ -113,7 +113,7 @@ class ScriptedPool:
         self.epoch = epoch
         return False
 
-    def poll(self, worker_id: int, events: Any) -> bool:
+    def poll(self, events: Any) -> bool:
         return False
 
     def wait(self, timeout_s: float | None, events: Any) -> bool:

@@ -323,12 +323,11 @@ def test_polling_takes_what_is_there_without_waiting(apart) -> None:
     with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
         told = Told(pool, 1)
         told.send(7)
-        worker_id = -1 if pool.has_queue else 0
         began = time.monotonic()
-        assert not pool.poll(worker_id, told)
+        assert not pool.poll(told)
         assert time.monotonic() - began < 5
         gate.open()
-        wait_until(lambda: pool.poll(worker_id, told))
+        wait_until(lambda: pool.poll(told))
         assert told.batch(0) == 7
 
 

@@ -68,14 +68,14 @@ def test_after_a_lost_task_the_dataset_is_put_into_the_store_anew() -> None:
 
         def lacks_payload() -> None:
             store.futures[-1].set_result((os.getpid(), ""))
-            assert not pool.poll(None, events), "the task is sent again"
+            assert not pool.poll(events), "the task is sent again"
 
         send(pool, 0)
         lacks_payload()
         send(pool, 1)
         assert store.sent == [None, "reference 1", "reference 1"]
         store.futures[-1].set_exception(ConnectionError("node 7 is gone"))
-        assert pool.poll(None, events)
+        assert pool.poll(events)
         assert events == ["the executor lost its task (ConnectionError: node 7 is gone)"]
         send(pool, 2)
         lacks_payload()
@@ -87,7 +87,7 @@ def test_a_task_that_the_executor_has_cancelled_is_lost_and_said_to_be_cancelled
     with opened(store) as pool:
         send(pool, 0)
         assert store.futures[0].cancel()
-        assert pool.poll(None, events)
+        assert pool.poll(events)
     assert events == ["the executor has cancelled its task"]
 
 
