@@ -4,19 +4,18 @@
 dataset and calls ``worker_init_fn``; both are kept for later tasks, until the loader sends another
 dataset, or until more loaders than :data:`KEPT` have used the process since.
 
-The process is not ours: it may run other tasks of the user's. So one batch is made at a time, and
-the worker info, one thread for torch's computations, and the states of the random number generators
-are set only while a task runs. A batch is sent as a pickle and arrays: Dask and Ray send arrays
-without pickling them.
+The process is not ours: it may run other tasks of the user's. So one batch is made at a time. From
+the first task on, the process is left as a worker is: with worker info, one thread for torch's
+computations, and random number generators that the last batch has used. A batch is sent as a pickle
+and arrays: Dask and Ray send arrays without pickling them.
 """
 
-import contextlib
 import ctypes
 import os
 import pickle
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -41,7 +40,6 @@ from shmloader.memory.writer import SlotWriter, install
 from shmloader.pools.answers import Answer, make_answer
 from shmloader.pools.worker_dataset import WorkerDataset, introduce
 from shmloader.process_state import PROCESS
-from shmloader.sampling.rng import GlobalState
 
 #: The most loaders whose datasets a process keeps.
 KEPT = 8
@@ -96,6 +94,7 @@ def make_batch(
     where = f"in a process of the executor (pid {pid} on {socket.gethostname()})"
     with PROCESS.tasks.lock:
         try:
+            torch.set_num_threads(1)  # as in torch's own workers, on whichever thread this is
             handle = PayloadHandle(*payload)
             maker = _find_maker(loader, handle, base_seed, number, where, contents)
         except MissingPayloadError:
@@ -185,38 +184,19 @@ class _Maker:
         self, payload: PayloadHandle, base_seed: int, number: int, where: str, contents: Any
     ) -> None:
         self.digest, self._where = payload.digest, where
-        self._info: torch_worker.WorkerInfo | None = None
-        self._rng: GlobalState | None = None
-        with self._as_worker():
-            objects = load_portable(payload, contents)
-            dataset, collate_fn, init_fn, on_error, fields, worker_count = objects
-            introduce(number, worker_count, seed_worker(base_seed, number), dataset, init_fn)
-            self._info = torch_worker._worker_info
-            self._dataset = WorkerDataset(FetchConfig(*fields), number, where, None, Timer())
-            self._dataset.open(dataset, collate_fn, on_error)
-            self.close = self._dataset.close
-
-    @contextlib.contextmanager
-    def _as_worker(self) -> Iterator[None]:
-        """Make this process a worker of the loader inside the block."""
-        own, info, thread_count = GlobalState(), torch_worker._worker_info, torch.get_num_threads()
-        if self._rng is not None:
-            self._rng.restore()
-        torch_worker._worker_info = self._info
         install(cast("SlotWriter", _PrivateMemory()))
-        torch.set_num_threads(1)  # as in torch's own workers
-        try:
-            yield
-        finally:
-            torch.set_num_threads(thread_count)
-            PROCESS.slot_writer = None
-            torch_worker._worker_info = info
-            self._rng = GlobalState()
-            own.restore()
+        objects = load_portable(payload, contents)
+        dataset, collate_fn, init_fn, on_error, fields, worker_count = objects
+        introduce(number, worker_count, seed_worker(base_seed, number), dataset, init_fn)
+        self._info = torch_worker._worker_info
+        self._dataset = WorkerDataset(FetchConfig(*fields), number, where, None, Timer())
+        self._dataset.open(dataset, collate_fn, on_error)
+        self.close = self._dataset.close
 
     def make(self, indices: bytes, epoch: int | None) -> "tuple[bytes, tuple[Any, ...] | None]":
         """Make a task's batch. Returns the first arguments of :func:`read_answer`."""
         dataset = self._dataset
+        torch_worker._worker_info = self._info  # a task of another loader may have been the last
         if dataset.error is not None:
             return _pack(Answer(error=dataset.error))
 
@@ -226,9 +206,8 @@ class _Maker:
             return pack_batch(batch)
 
         dataset.timer.begin()
-        with self._as_worker():
-            # Ray's handler of SIGTERM raises SystemExit: then Ray runs the task elsewhere.
-            return _pack(make_answer(dataset, make, self._where, (SystemExit,)))
+        # Ray's handler of SIGTERM raises SystemExit: then Ray runs the task elsewhere.
+        return _pack(make_answer(dataset, make, self._where, (SystemExit,)))
 
 
 def pack_batch(batch: object) -> tuple[Any, ...]:

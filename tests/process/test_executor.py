@@ -236,24 +236,6 @@ def test_a_process_is_a_worker_while_it_makes_a_batch(pool) -> None:
     assert os.getpid() not in pids
     # A process keeps its number, and no two processes have one.
     assert len({*pids}) == len({*ids}) == len({*zip(pids, ids, strict=True)})
-    assert pool.submit(get_worker_info).result() is None
-
-
-def test_the_process_s_own_state_is_as_before_a_batch() -> None:
-    executor = forked(1)
-    before = executor.submit(_own_state).result()
-    list(DataLoader(Mixed(), 4, num_workers=2, seed=1, executor=executor))
-    assert executor.submit(_own_state).result() == before
-    end(executor)
-
-
-def _own_state() -> Any:
-    return (
-        torch.get_num_threads(),
-        random.getstate(),
-        torch.initial_seed(),
-        np.random.get_state()[1][0],
-    )
 
 
 def test_without_a_seed_processes_draw_different_numbers(pool) -> None:
