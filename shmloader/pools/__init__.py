@@ -122,7 +122,7 @@ class Pool(Protocol):
     def pid(self, worker_id: int) -> int | None:
         """Return the process id of a worker; None if it is not a process.
 
-        ``UNKNOWN_PID`` stands for a worker of the user's executor that has not answered yet.
+        ``UNKNOWN_PID`` stands for a worker of the user's executor.
         """
 
     def was_at(self, worker_id: int) -> AtWork:

@@ -23,8 +23,7 @@ Guarantees:
       given up or the pool is closed. The results of running tasks are dropped.
     * An exception of the executor in place of a result, or in ``submit``, is the loss of a worker.
       An exception of the user's code is an answer.
-    * Callbacks of futures only write down the time and set an event. They refer neither to the pool
-      nor to the loader.
+    * Callbacks of futures only set an event. They refer neither to the pool nor to the loader.
 """
 
 import concurrent.futures
@@ -55,9 +54,8 @@ _REASON_CHARACTERS = 400
 class _Sent:
     """A ticket that was sent.
 
-    ``sent_ns`` is when it was first submitted, and ``done_ns`` when its future was done; 0 if that
-    was not seen. ``future`` is that of its last task; None if the executor refused that, for
-    ``refusal``.
+    ``sent_ns`` is when it was first submitted. ``future`` is that of its last task; None if the
+    executor refused that, for ``refusal``.
     """
 
     seq: int
@@ -65,7 +63,6 @@ class _Sent:
     worker_id: int
     indices: bytes
     sent_ns: int
-    done_ns: int = 0
     future: Any = None
     refusal: str = ""
 
@@ -110,7 +107,6 @@ class ExecutorPool(ObjectPool):
         # The reference to the payload in the executor's store, sent with each task; None if the
         # payload is not there.
         self._reference: Any = None
-        self._pids: dict[int, int] = {}
 
     def send(self, ticket: Any, epoch: int) -> Answer | None:
         """Submit a ticket's task."""
@@ -126,8 +122,6 @@ class ExecutorPool(ObjectPool):
 
     def _submit(self, sent: _Sent, contents: Any) -> None:
         """Submit a task, with the payload, a reference to it, or None."""
-        self._pids.pop(sent.worker_id, None)  # any process may run it
-        sent.done_ns = 0
         future = attempt(
             self._submit_task, make_batch, this_version(), self._common,
             next(self._numbers), self.dataset_epoch, sent.indices, contents,
@@ -139,7 +133,7 @@ class ExecutorPool(ObjectPool):
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
         # in it. So a future that is done calls nothing on this thread.
         if not future.done():
-            future.add_done_callback(functools.partial(_set_done, sent, self.wakeup))
+            future.add_done_callback(functools.partial(_wake, self.wakeup))
 
     def _refuse(self, sent: _Sent, reason: str, error: BaseException) -> None:
         sent.future, sent.refusal = None, f"{reason} ({_text_of(error)})"
@@ -186,7 +180,7 @@ class ExecutorPool(ObjectPool):
             if not future.cancelled():
                 reason = f"the executor lost its task ({_text_of(future.exception())})"
         else:
-            pid, reason, *packed = future.result()
+            reason, *packed = future.result()
             if not reason and not packed:
                 self._send_with_payload(sent)
                 return False
@@ -196,9 +190,7 @@ class ExecutorPool(ObjectPool):
             death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
             events.lost(sent.worker_id, death)
         else:
-            self._pids[sent.worker_id] = pid
-            answer = read_answer(packed[0], packed[1], sent.done_ns or time.monotonic_ns())
-            events.answered(sent.seq, sent.epoch, sent.worker_id, answer)
+            events.answered(sent.seq, sent.epoch, sent.worker_id, read_answer(*packed))
         return True
 
     def _send_with_payload(self, sent: _Sent) -> None:
@@ -215,9 +207,9 @@ class ExecutorPool(ObjectPool):
                 self._reference = contents
         self._submit(sent, contents)
 
-    def pid(self, worker_id: int) -> int:
-        """Return the process id, on its machine, of the process that answered last for a worker."""
-        return self._pids.get(worker_id, UNKNOWN_PID)
+    def pid(self, worker_id: int) -> int:  # noqa: ARG002 - any process may have its task
+        """Return ``UNKNOWN_PID``. Errors of samples name the process."""
+        return UNKNOWN_PID
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return which task a worker has."""
@@ -245,9 +237,8 @@ class ExecutorPool(ObjectPool):
             self._payload.close()
 
 
-def _set_done(sent: _Sent, wakeup: Wakeup, _: object) -> None:
-    """Write down when a future was done. Called on any thread, perhaps after a further task."""
-    sent.done_ns = time.monotonic_ns()
+def _wake(wakeup: Wakeup, _: object) -> None:
+    """Wake the engine's thread, since a future is done. Called on any thread."""
     wakeup.set()
 
 

@@ -15,6 +15,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -79,29 +80,28 @@ def make_batch(
         contents: The payload, for a process that cannot open it by its handle; else None.
 
     Returns:
-        The process id, and why the process cannot make batches, or "" if it can: all versions of
-        shmloader return these two. Then the first two arguments of :func:`read_answer`, or nothing
-        if the process cannot open the payload. An exception of the user's code is in the answer.
+        Why the process cannot make batches, or "" if it can: all versions of shmloader return this.
+        Then the arguments of :func:`read_answer`, or nothing if the process cannot open the
+        payload. An exception of the user's code is in the answer.
     """
-    pid = os.getpid()
     if version != this_version():
         text = f"shmloader {this_version()} is installed on {socket.gethostname()}, and the loader "
-        return pid, text + f"has {version}: install the same version there"
+        return (text + f"has {version}: install the same version there",)
     loader, payload, home, base_seed = common
     if home == PROCESS.tasks.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
-        return pid, text + "whose threads make batches without copies"
-    where = f"in a process of the executor (pid {pid} on {socket.gethostname()})"
+        return (text + "whose threads make batches without copies",)
+    where = f"in a process of the executor (pid {os.getpid()} on {socket.gethostname()})"
     with PROCESS.tasks.lock:
         try:
             torch.set_num_threads(1)  # as in torch's own workers, on whichever thread this is
             handle = PayloadHandle(*payload)
             maker = _find_maker(loader, handle, base_seed, number, where, contents)
         except MissingPayloadError:
-            return pid, ""
+            return ("",)
         except Exception:  # noqa: BLE001 - it is the answer
-            return pid, "", *_pack(Answer(error=RemoteError.caught(where)))
-        return pid, "", *maker.make(indices, dataset_epoch)
+            return "", *_pack(Answer(error=RemoteError.caught(where)))
+        return "", *maker.make(indices, dataset_epoch)
 
 
 def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
@@ -110,8 +110,8 @@ def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
     return pickle.dumps(answer), content
 
 
-def read_answer(packed: bytes, content: Any, done_ns: int) -> Answer:
-    """Return the answer of a task in the loader's process, which came at ``done_ns``.
+def read_answer(packed: bytes, content: Any) -> Answer:
+    """Return the answer of a task that is done, in the loader's process.
 
     ``packed`` is the answer, and ``content`` what :func:`pack_batch` returned of its batch.
     """
@@ -126,7 +126,7 @@ def read_answer(packed: bytes, content: Any, done_ns: int) -> Answer:
         # time since the task was sent is put before the work.
         assert answer.times is not None
         _, *work_ns, sample_count = work_of(answer.times)
-        answer.times = pack_work(done_ns - sum(work_ns), *work_ns, sample_count)
+        answer.times = pack_work(time.monotonic_ns() - sum(work_ns), *work_ns, sample_count)
     return answer
 
 
@@ -194,7 +194,7 @@ class _Maker:
         self.close = self._dataset.close
 
     def make(self, indices: bytes, epoch: int | None) -> "tuple[bytes, tuple[Any, ...] | None]":
-        """Make a task's batch. Returns the first arguments of :func:`read_answer`."""
+        """Make a task's batch. Returns the arguments of :func:`read_answer`."""
         dataset = self._dataset
         torch_worker._worker_info = self._info  # a task of another loader may have been the last
         if dataset.error is not None:
