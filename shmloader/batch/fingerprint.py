@@ -21,11 +21,13 @@ from shmloader.interruptions import Caught, attempt
 # A fingerprint covers so many samples of a batch.
 _SAMPLES = 4
 
-# How many bytes or elements, and how many items of a list or dict, count at each end.
+# How many bytes or elements count at each end, and how many items of a list: a batch of nested lists
+# of numbers takes milliseconds.
 _END = 1024
-_END_ITEMS = 64
+_END_ITEMS = 8
 
-# How deep lists, tuples and dicts are followed.
+# The items of a longer dict do not count. How deep lists, tuples and dicts are followed.
+_LONG_DICT = 128
 _DEEPEST = 5
 
 _NUMBERS = {int, float, complex, bool, type(None)}
@@ -84,7 +86,7 @@ def _contents(value: Any, depth: int) -> Any:
         is_long = len(value) > 2 * _END_ITEMS
         ends = [*value[:_END_ITEMS], *value[-_END_ITEMS:]] if is_long else [*value]
         return len(value), [_simplified(item, depth + 1) for item in ends]
-    if isinstance(value, dict) and depth < _DEEPEST and len(value) <= 2 * _END_ITEMS:
+    if isinstance(value, dict) and depth < _DEEPEST and len(value) <= _LONG_DICT:
         # Sorted, since the keys may come from a set.
         items = [(_simplified(key), _simplified(value[key], depth + 1)) for key in value]
         return sorted(items, key=repr)
