@@ -73,6 +73,7 @@ def open_host_pool(
 
     Raises:
         ValueError: If another rank has begun the pool with other arguments or another dataset.
+        RuntimeError: If there are other ranks, and no process group.
         Exception: What pickling the dataset or starting a process raises.
     """
     key = (id(dataset), id(worker_init_fn), worker_count)
@@ -93,7 +94,7 @@ def open_host_pool(
     )
     objects = (dataset, worker_init_fn)
     while True:
-        meeting = Meeting(f"workers {number}", rank, is_alone=is_alone)
+        meeting = Meeting(f"workers {number}", "worker_scope='host'", is_alone=is_alone)
         about = meeting, objects, base_seed, facts
         nursery = _start(*about) if meeting.is_host else Nursery(meeting.detach())
         # If the rank that should have started the nursery has failed with an error, this one tries.
@@ -116,7 +117,7 @@ def _start(meeting: Meeting, objects: tuple[object, ...], *about: Any) -> Nurser
         remedied(),
         contextlib.closing(pickle_for_workers(objects, names, "spawn")) as payload,
     ):
-        return start_nursery(HostStart(meeting.detach(), meeting.roll, payload, *about))
+        return start_nursery(HostStart(meeting.detach(), payload, *about))
 
 
 def _check(ours: Facts, theirs: Facts) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from shmloader.batch.payload import receive_payload
-from shmloader.host import Roll
+from shmloader.host import admit
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import (
     Descriptors,
@@ -71,14 +71,12 @@ class HostStart:
 
     Attributes:
         listener: The socket to which the other ranks connect.
-        roll: The ranks that have come: the one that starts the nursery.
         payload: What the workers get: (dataset, worker_init_fn).
         base_seed: Seeds the workers' random generators.
         facts: What ranks are told.
     """
 
     listener: socket.socket
-    roll: Roll
     payload: Any
     base_seed: int
     facts: Facts
@@ -143,8 +141,8 @@ class _Server:
                 elif fd in self._clients:
                     self._follow(self._clients[fd])
                 elif self._start is not None and fd == self._start.listener.fileno():
-                    client = self._start.listener.accept()[0]
-                    if self._start.roll.admit(client):
+                    client = admit(self._start.listener)
+                    if client is not None:
                         self._add(client)
         if self._start is not None:
             # Workers that do not end in time are killed as this process ends.

@@ -84,10 +84,11 @@ _RANK = """
     from pathlib import Path
     from shmloader import ShardedDataLoader
     from tests.cuda.accelerators import open_accelerator, sample
+    from tests.process.ranks import join
     from tests.process.support import Calls, only
 
-    os.environ.update({variables!r})
     if __name__ == "__main__":
+        join("{store}", {rank}, 2)
         accelerator = open_accelerator("{kind}")
         loader = ShardedDataLoader(
             Calls(sample, 200), 1, collate_fn=only, num_workers=2, worker_scope="host",
@@ -114,15 +115,8 @@ _RANK = """
 
 @pytest.mark.usefixtures("accelerator")
 def test_ranks_that_share_workers_have_the_device_and_the_workers_have_not(tmp_path) -> None:
-    ranks = []
-    for rank in range(2):
-        variables = {
-            "TORCHELASTIC_RUN_ID": str(tmp_path),
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-        }
-        ranks.append(Program(_RANK.format(variables=variables, kind=kind())))
+    store = tmp_path / "store"
+    ranks = [Program(_RANK.format(store=store, rank=rank, kind=kind())) for rank in range(2)]
     ended = [program.finish(60) for program in ranks]
     for rank, done in enumerate(ended):
         assert (done.code, done.err, done.left) == (0, "", [])

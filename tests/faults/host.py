@@ -22,11 +22,12 @@ import multiprocessing.connection
 import os
 import random
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -37,11 +38,11 @@ import psutil
 import torch
 
 from shmloader import ShardedDataLoader, share_on_host
-from shmloader.host import name_of_run, name_of_socket
+from shmloader.host import name_of_socket, token_of_group
 from tests.faults import docs
 from tests.faults.announcements import Announcements, is_running, tell_forks_of_spawned
 from tests.faults.harness import mount_shm, options_of
-from tests.process.ranks import FORK, Rank, variables
+from tests.process.ranks import FORK, Rank, join
 
 _COUNT, _BATCH, _WORKERS, _EPOCHS = 240, 4, 2, 3
 _MOST_RANKS = 4
@@ -182,7 +183,8 @@ class _Trial:
         self._random = random.Random(seed)
         self._victim = victim
         self._count = self._random.randint(2, _MOST_RANKS)
-        self._run_id = str(uuid.uuid4())
+        self._folder = Path(tempfile.mkdtemp())
+        self._store = self._folder / "store"
         self._announcements = Announcements()
         self._ranks: list[Rank] = []
         self._killed_s = 0.0
@@ -193,12 +195,9 @@ class _Trial:
         self._in_shm = set(Path("/dev/shm").iterdir())
         self._problems: list[str] = []
 
-    def _start_ranks(
-        self, function: Callable[[int], Callable[[], _Found]], restarts: int = 0
-    ) -> None:
-        os.environ.update(variables(self._run_id, 0, self._count, restarts))
+    def _start_ranks(self, function: Callable[[int], Callable[[], _Found]]) -> None:
         for rank in range(self._count):
-            self._ranks.append(Rank(function(rank), self._run_id, rank, self._count, restarts))
+            self._ranks.append(Rank(function(rank), self._store, rank, self._count))
 
     def _end_ranks(self) -> None:
         for rank in self._ranks:
@@ -256,15 +255,18 @@ class _Trial:
             if (late_s := at_s - self._killed_s) > _TOLD_S:
                 self._problems.append(f"{name}: error after {late_s:.1f} s")
 
-    def _check_left(self, *topics: str, restarts: int = 0) -> None:
+    def _token(self) -> str:
+        join(self._store, 0, self._count)
+        return token_of_group("")
+
+    def _check_left(self, *topics: str) -> None:
         """Check that nothing is left of a run."""
         if not _is_soon(lambda: not _processes()):
             left = [(one.pid, one.name(), one.status()) for one in _processes()]
             self._problems.append(f"leak: processes {left}")
             for one in _processes():
                 one.kill()
-        os.environ.update(variables(self._run_id, 0, self._count, restarts))
-        run = name_of_run(os.getpid())
+        run = _in_child(self._token)
         names = {name_of_socket(run, topic).removeprefix("\0") for topic in topics}
         text = Path("/proc/net/unix").read_text()
         if names & set(re.findall(r"@(\S+)", text)):
@@ -351,13 +353,13 @@ class _ShareTrial(_Trial):
 
     def run(self, expected: _Expected) -> None:
         for restarts in range(2):
+            self._store = self._folder / f"store {restarts}"
             late_s = [self._random.uniform(0, _BUILD_S) for _ in range(self._count)]
             late_s[self._random.randrange(self._count)] = 0
             self._start_ranks(
                 lambda rank, late_s=late_s: functools.partial(  # type: ignore[misc]
                     _take, self._announcements, late_s[rank]
-                ),
-                restarts,
+                )
             )
             try:
                 if restarts:
@@ -370,7 +372,7 @@ class _ShareTrial(_Trial):
                     )
             finally:
                 self._end_ranks()
-            self._check_left("share_on_host 0", restarts=restarts)
+            self._check_left("share_on_host 0")
 
     def _kill(self) -> None:
         (builder,) = self._wait_for("building")
@@ -470,6 +472,7 @@ def _run_trial(connection: Any, seed: str, victim: str, expected: _Expected) -> 
         trial.run(expected)
     except BaseException:
         trial._problems.append(f"other problem: {traceback.format_exc()}")
+    shutil.rmtree(trial._folder)
     connection.send(_Verdict(trial._was_late, trial._problems, trial._errors))
 
 

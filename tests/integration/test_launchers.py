@@ -3,7 +3,6 @@
 Lightning and accelerate are among the frameworks.
 """
 
-import contextlib
 import os
 import sys
 import textwrap
@@ -48,16 +47,12 @@ SPAWNED = """
     from tests.process import one_dataset, one_pool
 
 
-    def main(rank, ranks, how, shared):
+    def main(rank, ranks, shared):
         run_rank = {"workers": one_pool, "dataset": one_dataset}[shared].run_rank
-        if how == "variables":
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
-        else:
-            store = f"file://{Path().absolute()}/store"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        store = f"file://{Path().absolute()}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         run_rank(Path(), rank, ranks)
-        if how == "group":
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
     if __name__ == "__main__":
@@ -66,14 +61,18 @@ SPAWNED = """
 
 
 RANKS = """
-    import os, sys
+    import sys
     from pathlib import Path
+
+    import torch.distributed as dist
 
     from tests.process import one_dataset, one_pool
 
     if __name__ == "__main__":
         run_rank = {"workers": one_pool, "dataset": one_dataset}[sys.argv[1]].run_rank
-        run_rank(Path(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group("gloo")
+        run_rank(Path(), dist.get_rank(), dist.get_world_size())
+        dist.destroy_process_group()
 """
 
 CHECKS = {"workers": check, "dataset": one_dataset.check}
@@ -93,16 +92,14 @@ SRUN = """
 
     if __name__ == "__main__":
         rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        how, shared, *cores = sys.argv[1:]
+        shared, *cores = sys.argv[1:]
         run_rank = {"workers": one_pool, "dataset": one_dataset}[shared].run_rank
         if cores:  # --cpu-bind=cores
             os.sched_setaffinity(0, {int(cores[rank])})
-        if how == "group":
-            store = f"file://{Path().absolute()}/store"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        store = f"file://{Path().absolute()}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         run_rank(Path(), rank, ranks)
-        if how == "group":
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     '''
 
     if __name__ == "__main__":
@@ -115,8 +112,6 @@ SRUN = """
                 ["sh", "-c", f"{sys.executable} rank.py {' '.join(sys.argv[1:])}; exit $?"],
                 env={
                     **os.environ,
-                    "SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID", str(os.getpid())),
-                    "SLURM_STEP_ID": os.environ.get("STEP", "0"),
                     "SLURM_PROCID": str(rank),
                     "SLURM_LOCALID": str(rank),
                     "SLURM_NTASKS": "2",
@@ -133,10 +128,8 @@ SRUN = """
 
 @pytest.mark.parametrize("program", [SPAWNED, SRUN], ids=["torch's spawn", "a step of Slurm"])
 @pytest.mark.parametrize("shared", CHECKS)
-@pytest.mark.parametrize("how", ["group", "variables"])
-def test_ranks_share_workers_and_a_dataset(tmp_path, how, shared, program) -> None:
-    """Those that torch spawns have nothing in common but the process that started them."""
-    run(tmp_path, program, how, shared)
+def test_ranks_share_workers_and_a_dataset(tmp_path, shared, program) -> None:
+    run(tmp_path, program, shared)
     CHECKS[shared](tmp_path, 2)
 
 
@@ -148,29 +141,11 @@ def test_ranks_of_torchrun_share_workers_and_a_dataset(tmp_path, shared, ranks) 
     CHECKS[shared](tmp_path, ranks)
 
 
-def test_tasks_of_two_steps_of_slurm_have_a_dataset_each(tmp_path) -> None:
-    """Steps of one job that run on the same node are runs of their own."""
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "program.py").write_text(textwrap.dedent(SRUN))
-    command = [sys.executable, "program.py", "variables", "dataset"]
-    with contextlib.ExitStack() as stack:
-        runs = [
-            stack.enter_context(Run(command, folder, SLURM_JOB_ID=str(os.getpid()), STEP=str(step)))
-            for step, folder in enumerate(folders)
-        ]
-        for each in runs:
-            assert each.finish().returncode == 0
-    builders = [one_dataset.check(folder, 2) for folder in folders]
-    assert builders[0] != builders[1]
-
-
 def test_the_workers_run_on_the_cores_of_all_ranks(tmp_path) -> None:
     """Slurm may bind each rank to cores of its own, and a process inherits those it may run on."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("there is one core")
-    run(tmp_path, SRUN, "variables", "workers", *map(str, cores))
+    run(tmp_path, SRUN, "workers", *map(str, cores))
     for rank in check(tmp_path, 2):
         assert rank["cores"] == [cores] * 2

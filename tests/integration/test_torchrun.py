@@ -406,6 +406,8 @@ ONE_POOL = """
     import torch
     from shmloader import ShardedDataLoader
 
+    from tests.process.ranks import join_launched
+
     rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     what = sys.argv[1]
 
@@ -419,6 +421,7 @@ ONE_POOL = """
 
 
     if __name__ == "__main__":
+        join_launched()
         with ShardedDataLoader(
             Samples(), int(sys.argv[2]), True, num_workers=2, worker_scope="host", seed=1
         ) as loader:
@@ -499,6 +502,7 @@ ONE_DATASET = """
     from pathlib import Path
 
     from tests.process import one_dataset
+    from tests.process.ranks import join_launched
 
 
     class Texts(one_dataset.Texts):
@@ -509,6 +513,7 @@ ONE_DATASET = """
 
 
     if __name__ == "__main__":
+        join_launched()
         one_dataset.Texts = Texts
         one_dataset.run_rank(Path(), int(os.environ["RANK"]), 2)
 """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
-from shmloader import host
 from tests.late import LateDevice
 from tests.process.ranks import Run
 from tests.process.spawning import fork_as_spawned
@@ -39,13 +39,9 @@ def kind(request, late: LateDevice) -> Iterator[Kind]:
 
 
 @pytest.fixture
-def run(monkeypatch) -> Iterator[Run]:
-    # On a busy machine, a test may start its ranks long after each other.
-    monkeypatch.setattr(host, "_TOGETHER_S", 1000.0)
-    found = Run()
-    yield found
-    for rank in found.started:
-        rank.end()
+def run(tmp_path) -> Iterator[Run]:
+    with contextlib.closing(Run(tmp_path / "store")) as found:
+        yield found
 
 
 @pytest.fixture

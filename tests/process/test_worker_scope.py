@@ -403,17 +403,14 @@ class Constant(Samples):
         return self.value
 
 
-def test_programs_with_one_rank_share_no_workers_though_they_have_the_same_parent(run, monkeypatch):
-    # No launcher has started them.
-    monkeypatch.setattr("tests.process.ranks.variables", lambda *_: {})
-
+def test_programs_with_one_rank_share_no_workers_though_they_have_the_same_store(run):
     def program(value: int) -> set[int]:
         one = loader(Constant(value), persistent_workers=True)
         kept.append(one)  # its workers live until the program ends
         return {number for batch in one for number in batch.tolist()}
 
     kept: list[Any] = []
-    found = [run.start(functools.partial(program, value)) for value in (3, 4)]
+    found = [run.start(functools.partial(program, value), 0, 1) for value in (3, 4)]
     assert [one.result() for one in found] == [{3}, {4}]
 
 

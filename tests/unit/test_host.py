@@ -1,8 +1,8 @@
-"""What the environment says of a run and its host."""
+"""What the environment says of a host."""
 
 import pytest
 
-from shmloader.host import name_of_run, ranks_of_host
+from shmloader.host import ranks_of_host
 
 
 @pytest.mark.parametrize(
@@ -28,26 +28,3 @@ def test_how_many_of_the_ranks_this_host_has(monkeypatch, variables, count):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert ranks_of_host(8) == count
-
-
-RUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-}
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_runs_are_told_apart_by_each_variable_of_theirs(monkeypatch, name):
-    for each, value in RUN.items():
-        monkeypatch.setenv(each, value)
-    before = name_of_run(7)
-    assert name_of_run(7) == before
-    assert name_of_run(8) != before
-    monkeypatch.setenv(name, RUN[name] + "1")
-    assert name_of_run(7) != before
-    monkeypatch.delenv(name)
-    assert name_of_run(7) != before
