@@ -122,12 +122,7 @@ def _start(meeting: Meeting, objects: tuple[object, ...], *about: Any) -> Nurser
 
 def _check(ours: Facts, theirs: Facts) -> None:
     """Check that this rank has the arguments of the rank that began the pool."""
-    mine, other = ours.common, theirs.common
-    differing = []
-    for name in sorted({*mine, *other}):
-        if mine.get(name) != other.get(name):
-            values = f" ({mine[name]}, and {other[name]} there)" if name == "num_workers" else ""
-            differing.append(name + values)
+    differing = sorted({name for name, _ in ours.common.items() ^ theirs.common.items()})
     if differing:
         raise ValueError(
             "ranks that share workers (worker_scope='host') should have the same dataset and "
