@@ -21,8 +21,8 @@ from shmloader.interruptions import Caught, attempt
 # A fingerprint covers so many samples of a batch.
 _SAMPLES = 4
 
-# How many bytes or elements count at each end, and how many items of a list: a batch of nested lists
-# of numbers takes milliseconds.
+# How many bytes or elements count at each end, and how many items of a list: so a batch of nested
+# lists of numbers takes milliseconds.
 _END = 1024
 _END_ITEMS = 8
 
