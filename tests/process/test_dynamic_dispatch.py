@@ -16,8 +16,8 @@ from shmloader import DataLoader, WorkerDiedError, messages
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.fetch import FetchConfig
 from shmloader.memory.arena import Arena
+from shmloader.pools import process
 from shmloader.pools import worker as program
-from shmloader.pools import worker_processes
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.status_page import FIRST_TASK, NO_TASK, RECEIVING, StatusPage
 from shmloader.pools.task_queue import TaskQueue
@@ -257,7 +257,7 @@ def test_a_worker_that_dies_while_it_receives_loses_nothing(monkeypatch) -> None
 
 
 def test_a_worker_that_is_stopped_while_it_receives_is_replaced(monkeypatch) -> None:
-    monkeypatch.setattr(worker_processes, "_RECEIVING_S", 0.1)
+    monkeypatch.setattr(process, "_RECEIVING_S", 0.1)
     stops, dies = Switch(is_on=True), Switch(is_on=True)
     take = _Client.serve
 
