@@ -171,7 +171,7 @@ def simulate_device() -> None:
     device.is_small = lambda _: False
     torch.Tensor.pin_memory = lambda tensor: tensor
 
-    def parse(value: object, _argument: str = "device") -> torch.device | None:
+    def parse(value: object) -> torch.device | None:
         return None if value is None else torch.device("meta")
 
     backend.parse_device = parse
