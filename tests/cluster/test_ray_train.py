@@ -11,7 +11,7 @@ from tests.cluster.programs import run_fresh
 
 needed("ray.train.torch")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
 import os, sys
@@ -56,7 +56,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def test_on_two_processes_the_batches_are_those_of_torch(tmp_path) -> None:
-    done = run_fresh(PROGRAM, str(tmp_path))
+    done = run_fresh(PROGRAM, str(tmp_path), timeout_s=360)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for rank in ranks:
