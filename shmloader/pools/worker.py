@@ -8,8 +8,7 @@ worker ends once that is closed.
 
 Clients are served in turns: the next message is that of the client that was served longest ago, of
 those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
-whose batches take long, and which therefore waits, gets more of the workers' time. Nor is a rank
-served that takes no answers, such as a stopped one: sending would keep the worker from the others.
+whose batches take long, and which therefore waits, gets more of the workers' time.
 
 A worker shares no lock with its siblings. It ends at once when the process that owns it dies. A
 child that the user's code forks in it, and that comes back to ours, ends with status 1 before it
@@ -155,15 +154,9 @@ class _Client:
         self.line = page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
         self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
-        # From where messages are received.
+        # From where messages are received: from the queue as soon as the worker knows where its
+        # dataset resumes.
         self._sockets: tuple[socket.socket, ...] = (channel,)
-        # Whether tasks of the queue are served: not before the worker knows where its dataset
-        # resumes.
-        self._serves_queue = False
-        # Whether the channel may not take a further answer, so that nothing is received.
-        self.is_full = False
-        self._writable = select.poll()
-        self._writable.register(channel, select.POLLOUT)
         # The pieces of a long message that have come.
         self._pieces = bytearray()
 
@@ -201,34 +194,11 @@ class _Client:
             self._send(messages.pack(messages.EpochStarted(beginning)))
         elif isinstance(message, messages.ResumeStream):
             self.server.dataset.resume(message.checkpoint)
-            self._serve_queue(is_served=True)
+            if self._queue is not None and len(self._sockets) == 1:
+                self._sockets = (self.channel, self._queue)
+                watch_queue(self.poll, self._queue)
         else:
             raise InternalError(f"a worker does not take {message!r}")
-
-    def _serve_queue(self, *, is_served: bool) -> None:
-        """Receive tasks from the queue from now on, and be woken for them, or not."""
-        self._serves_queue = is_served
-        is_received = is_served and not self.is_full
-        if self._queue is None or is_received is (len(self._sockets) > 1):
-            return
-        if is_received:
-            self._sockets = (self.channel, self._queue)
-            watch_queue(self.poll, self._queue)
-        else:
-            self._sockets = (self.channel,)
-            self.poll.unregister(self._queue)
-
-    def look_whether_full(self) -> None:
-        """Set ``is_full``, for a rank that shares this worker.
-
-        The kernel reports that a channel can be written to while a quarter of it is used at most,
-        which leaves room for the answers that are not very long.
-        """
-        is_full = not self._writable.poll(0)
-        if is_full is not self.is_full:
-            self.is_full = is_full
-            self.poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
-            self._serve_queue(is_served=self._serves_queue)
 
     def _make_batch(self, task: messages.Task) -> None:
         line, dataset = self.line, self.server.dataset
@@ -259,8 +229,8 @@ class _Client:
 
     def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
-        self._serve_queue(is_served=False)
-        self.poll.unregister(self.channel)
+        for each in self._sockets:
+            self.poll.unregister(each)
         self.channel.close()
         if self._queue is not None:
             self._queue.close()
@@ -317,9 +287,7 @@ class _Worker:
         """Return the next message with its client; None if none is about to arrive."""
         for _ in range(LOOKS):
             for client in self._clients:
-                if client.is_full:
-                    client.look_whether_full()
-                data = None if client.is_full else client.receive()
+                data = client.receive()
                 if data is not None:
                     return client, data
             let_others_run()
@@ -336,8 +304,6 @@ class _Worker:
             self._drop(client)
             return
         client.line.set(Phase.IDLE)
-        if self._is_shared:
-            client.look_whether_full()
         if len(self._clients) > 1:
             self._clients.remove(client)
             self._clients.append(client)

@@ -3,9 +3,7 @@
 import multiprocessing
 import os
 import re
-import select
 import signal
-import socket
 import threading
 
 import pytest
@@ -13,14 +11,9 @@ import torch
 from torch.utils.data import StackDataset, Subset, TensorDataset
 
 from shmloader import DataLoader, WorkerDiedError, messages
-from shmloader.batch.checkpoint import Checkpoint
-from shmloader.batch.fetch import FetchConfig
-from shmloader.memory.arena import Arena
 from shmloader.pools import process
 from shmloader.pools import worker as program
-from shmloader.pools.batch_server import TaskConfig
-from shmloader.pools.status_page import FIRST_TASK, NO_TASK, RECEIVING, StatusPage
-from shmloader.pools.task_queue import TaskQueue
+from shmloader.pools.status_page import FIRST_TASK, NO_TASK, RECEIVING
 from shmloader.pools.worker import _Client
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
@@ -186,37 +179,6 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     assert list(loads.counts) == [2] + [1] * 19
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shmloader"]
     assert re.search(r"Worker [01] is replaced\. Batches loaded again: 0", text)
-
-
-def test_a_worker_whose_answers_are_not_read_takes_no_task() -> None:
-
-    def is_right() -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
-        queue, poll = TaskQueue(), select.epoll()
-        tasks = TaskConfig(config, Arena.create(1 << 20, 1), queue)
-        poll.register(theirs, select.EPOLLIN)
-        client = _Client(theirs, tasks, StatusPage(1), 0)
-        client.poll = poll
-        client.serve(messages.pack(messages.ResumeStream(Checkpoint())))
-        queue.send(b"1")
-        assert client.receive() == b"1"
-        while select.select([], [theirs], [], 0)[1]:
-            theirs.send(bytes(4096))
-        client.look_whether_full()
-        assert client.is_full
-        queue.send(b"2")
-        assert client.receive() is None
-        while select.select([ours], [], [], 0)[0]:
-            ours.recv(messages.RECEIVE_BYTES)
-        client.look_whether_full()
-        assert client.receive() == b"2"
-
-    # It changes how this process handles signals.
-    child = multiprocessing.get_context("fork").Process(target=is_right)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
 
 
 def test_a_worker_says_that_it_may_receive_a_task_and_then_which_it_has(monkeypatch) -> None:
