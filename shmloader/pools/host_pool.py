@@ -84,7 +84,6 @@ def open_host_pool(
     # other ranks that have lost the pool, and those that have not opened it yet.
     number = PROCESS.pools_on_host if old is None else old.number
     facts = Facts(
-        worker_count=worker_count,
         rank=f"rank {rank} (process {os.getpid()})",
         common={
             "num_workers": worker_count,

@@ -39,14 +39,13 @@ _GRACE_S = 1.0
 class Facts(NamedTuple):
     """What a nursery tells a new client.
 
-    It says whether the nursery has other threads. If ranks share workers, also how many there are
-    at most, which rank has started the nursery, and what all ranks should have in common, by name.
+    It says whether the nursery has other threads. If ranks share workers, also which rank has
+    started the nursery, and what all ranks should have in common, by name.
     """
 
     has_threads: bool = False
-    worker_count: int = 0
     rank: str = ""
-    common: Mapping[str, object] = {}
+    common: Mapping[str, int] = {}
 
 
 class Report(NamedTuple):
@@ -245,8 +244,9 @@ class _Server:
         start = self._start
         assert start is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        count, seed, pipe = start.facts.worker_count, start.base_seed, self._parent_death
-        arguments = start.payload, theirs, WorkerStart(worker_id, count, seed, pipe)
+        count, seed = start.facts.common["num_workers"], start.base_seed
+        worker_start = WorkerStart(worker_id, count, seed, self._parent_death)
+        arguments = start.payload, theirs, worker_start
         process = multiprocessing.get_context("fork").Process(
             target=worker_main, name=name_of(worker_id), args=arguments, daemon=True
         )
