@@ -309,7 +309,8 @@ def read_options(loader: Any) -> dict[str, Any]:
 
 
 def _loads_by_coroutine(dataset: object) -> bool:
-    is_async = inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None))
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    is_async = code is not None and code.co_flags & inspect.CO_COROUTINE
     return is_async and probe(dataset, "__getitems__") is None
 
 

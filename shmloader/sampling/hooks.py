@@ -111,7 +111,7 @@ def check_planned(sampler: object, batch_sampler: object, dataset: Any) -> None:
     Also if they are given as ``sampler``. Called with the arguments of a loader when it is
     constructed. A dataset may have no length.
     """
-    if any(map(is_planned, (sampler, probe(sampler, "sampler")))):
+    if sampler is not None and any(map(is_planned, (sampler, probe(sampler, "sampler")))):
         raise ValueError(
             f"a {type(sampler).__name__} of batches yields lists of indices: give it as "
             "batch_sampler, not as sampler"

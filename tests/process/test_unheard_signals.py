@@ -27,6 +27,8 @@ class Unheard:
         return functools.partial(self._wait, function)
 
     def _wait(self, function, *args, **kwargs):
+        if args == (0,):  # a look, which does not wait
+            return function(*args)
         self.is_due = False
         calls = (
             functools.partial(_thread.interrupt_main, signal.SIGUSR1),
