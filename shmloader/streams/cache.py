@@ -137,19 +137,29 @@ class ShardCache:
 
     def _make_room(self) -> None:
         """Remove the shards that were not used for the longest time, and their indexes."""
-        files = []
-        for path in self.directory.iterdir():
-            if not path.name.startswith(_LOCK) and path.suffix != SUFFIX:
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    files.append((max(status.st_atime, status.st_mtime), status.st_size, path))
+        files = [
+            (*_use_and_size(path), path)
+            for path in self.directory.iterdir()
+            if not path.name.startswith(_LOCK) and path.suffix != SUFFIX
+        ]
         total = sum(nbytes for _, nbytes, _ in files)
         for used_s, nbytes, path in sorted(files):
             if total <= self.limit or used_s > time.time() - _KEPT_S:
                 break
-            path.unlink(missing_ok=True)  # another process may make room, too
-            Path(f"{path}{SUFFIX}").unlink(missing_ok=True)
-            total -= nbytes
+            # Looked at anew: another process may have asked for it meanwhile, or made room, too.
+            if _use_and_size(path)[0] == used_s:
+                path.unlink(missing_ok=True)
+                Path(f"{path}{SUFFIX}").unlink(missing_ok=True)
+                total -= nbytes
+
+
+def _use_and_size(path: Path) -> tuple[float, int]:
+    """Return the time of a file's last use and its bytes; zeros if it is gone."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return max(status.st_atime, status.st_mtime), status.st_size
 
 
 def _use(path: Path) -> bool:
