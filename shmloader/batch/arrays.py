@@ -3,6 +3,9 @@
 Arrays, and columns of Arrow tables (:mod:`shmloader.arrow`). Only torch's, numpy's and Arrow's own
 classes count, unchanged: a subclass may do anything in ``__getitem__``. Runs where batches are
 made: in a worker process, a worker thread, or the main process.
+
+The module is long because each kind of dataset and of index is recognised, checked and gathered by
+the same three steps.
 """
 
 import ctypes
