@@ -6,14 +6,14 @@ public names of ``torch.utils.data`` can be imported from here as well, and are 
 The layers; imports run downward only::
 
     cli         the command line
-    cluster     an executor over Ray; integrations adapts loaders to frameworks
+    cluster     executors over Dask and Ray; integrations adapts loaders to frameworks
     installing  runs torch's own loaders on our engine
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators
     device      what a thread does to a batch after the engine: pin it, or copy it to a device
     engine      an ordered, bounded, parallel map; its docstring draws the path of a batch
-    pools       where batches are made: processes, threads, an executor, or the calling thread
+    pools       where batches are made: processes, threads, or the tasks of an executor
     host        what the ranks of one host share
     batch       how a batch is made
     streams     datasets in shards that are read from end to end

@@ -51,8 +51,8 @@ nursery, a fresh interpreter that imports torch and the program once and forks t
 (:mod:`shmloader.pools.nursery`). Each worker has one record (:mod:`shmloader.engine.records`): its
 state, how far its dataset has come, and how it died. The tickets of a lost worker are sent to its
 replacement, or to the queue; when no restart is left, its death answers them. With
-``num_workers="auto"`` the iterator decides how many are wanted (:mod:`shmloader.pools.adapting`):
-the first ones by number.
+``num_workers="auto"`` the iterator decides how many are wanted (:mod:`shmloader.pools.adapting`).
+Further ones are started while an epoch runs, and none ends before the epoch's end.
 
 **Samples that hang** (``sample_timeout=``). A worker publishes which sample it loads and until when
 it may. While the engine waits, it ends workers that are late. The next worker gets the ticket with

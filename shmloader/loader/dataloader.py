@@ -97,8 +97,7 @@ class DataLoader(ResumableLoader[_T_co]):
             :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
             fetched one by one, even if the dataset has ``__getitems__``. Setting the generators
             takes 9 µs a sample, and up to 35 µs after large transforms. This is left out for
-            samples that cannot draw: those of tensors, arrays and lists, and of a dataset with
-            ``return self.items[index]`` as its ``__getitem__``. It is also left out for torch's
+            samples that run no code of yours: those of tensors, arrays and lists, and of torch's
             ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. With
             ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state of
             the process's generators is restored after each batch that has set them, which takes
@@ -109,9 +108,8 @@ class DataLoader(ResumableLoader[_T_co]):
             and the position in that worker's stream. If you give no sampler, ``loader.sampler`` and
             ``loader.batch_sampler`` yield the order that is delivered, for frameworks that read,
             wrap or iterate a loader's samplers. Calling ``set_epoch`` of these sets the number of
-            the next epoch. Before the first batch of the present epoch is asked for, it sets the
-            number of the present epoch. Cannot be combined with ``generator``. None: all randomness
-            is as with torch.
+            the next epoch. Cannot be combined with ``generator``. None: all randomness is as with
+            torch.
 
         **Workers**
 
@@ -122,12 +120,12 @@ class DataLoader(ResumableLoader[_T_co]):
             ``get_worker_info().num_workers`` the maximum. The batches do not depend on the number
             if samples do not depend on their worker: with ``seed``, or if the dataset draws no
             random numbers. Without ``seed``, a warning says so. "auto" is for map-style datasets
-            and worker processes only.
+            and this loader's own worker processes only.
         thread_pool: Whether workers are threads of this process. For map-style datasets that wait
             or release the interpreter, and are safe to use from several threads. Nothing is
             copied, and ``get_worker_info()`` is None. The threads use the random generators of
             this process and do not seed them. Cannot be combined with
-            ``multiprocessing_context``, ``shm_size`` or ``worker_restarts``.
+            ``multiprocessing_context``, ``shm_size``, ``worker_restarts`` or ``sample_timeout``.
         executor: A ``concurrent.futures.Executor`` whose processes make the batches, on this or
             other machines, in place of the loader's own workers. For example
             :class:`shmloader.cluster.DaskExecutor`, :class:`shmloader.cluster.RayExecutor`, MPI's,

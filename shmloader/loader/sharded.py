@@ -125,12 +125,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
         thread_pool: Whether workers are threads.
         worker_scope: "rank" (the default) if this loader has its own workers. "host" if all ranks
             of a host share one pool of workers: ``num_workers`` is then the number of workers of
-            the host. Each of them first makes the batch whose rank has waited for it longest. A
-            separate process starts these workers. Each has the dataset once, and they persist until
-            the loaders of all ranks are gone. Ranks must have datasets with the same contents,
-            which they compare by checksums, and begin their loaders in the same order. Loaders of a
-            process share a pool if they have the same dataset object, ``num_workers`` and
-            ``worker_init_fn``. Linux only.
+            the host. Each of them makes the oldest batch of the waiting rank that it has served
+            least recently. A separate process starts these workers. Each has the dataset once, and
+            they persist until the loaders of all ranks are gone. Ranks must have datasets with the
+            same contents, which they compare by checksums, and begin their loaders in the same
+            order. Loaders of a process share a pool if they have the same dataset object,
+            ``num_workers`` and ``worker_init_fn``. Several ranks need ``torch.distributed`` to be
+            initialised. Linux only.
         executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
 
