@@ -1,7 +1,7 @@
 """Datasets in Arrow tables: their batches are read from the tables' buffers.
 
 A Hugging Face ``datasets.Dataset`` needs nothing from here: any loader reads its columns from their
-buffers, where these are numbers, lists of numbers, or texts.
+buffers, where these are numbers, lists of numbers, or texts without a format.
 
 ==============  ================================================================================
 ``ArrowTable``  a map-style dataset over Arrow, Feather and Parquet files, by pyarrow alone
