@@ -137,3 +137,11 @@ def test_a_program_ends_quietly(shape, end, tmp_path):
         assert (done.code, done.left) == (code, [])
     else:
         done.assert_quiet(code)
+
+
+def test_a_program_that_never_iterates_its_pipeline_ends_quietly(tmp_path):
+    source = """
+        from shmloader import PipelineBuilder
+        pipeline = PipelineBuilder().add_source(range(3)).pipe(str).add_sink().build()
+    """
+    Program(source, tmp_path / "program.py").finish().assert_quiet(0)
