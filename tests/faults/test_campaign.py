@@ -131,7 +131,7 @@ def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> 
         "RLIMIT_FSIZE 4096, plain": "says why",
         "memfd_create EACCES, plain": "falls back",
         "fcntl(F_ADD_SEALS) EPERM, seed": "says why",
-        "recvfrom EPERM, plain": "falls back",
+        "recvfrom EPERM, plain": "says why",
         "madvise EACCES, plain": "works",
         "sched_yield ENOSYS, plain": "works",
         "sched_yield EPERM, plain": "works",
