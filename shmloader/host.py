@@ -261,7 +261,6 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     if sys.platform != "linux":
         raise RuntimeError("share_on_host() with more than one rank needs Linux; use share()")
     number = PROCESS.calls_on_host
-    PROCESS.calls_on_host += 1
     while True:
         with contextlib.ExitStack() as stack:
             meeting = Meeting(f"share_on_host {number}", "share_on_host()")
@@ -270,6 +269,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                 payload, built = _make(build, writable=writable)
                 _Server(meeting, ranks - 1, payload, built).start()
                 stack.pop_all()
+                PROCESS.calls_on_host = number + 1
                 return built
             try:
                 received = _receive(meeting.socket)
@@ -278,6 +278,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                     raise
             else:
                 found: _T = _open(received)
+                PROCESS.calls_on_host = number + 1
                 return found
 
 

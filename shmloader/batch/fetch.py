@@ -7,10 +7,11 @@ map-style dataset that fail are skipped or replaced.
 import copy
 import functools
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import Subset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from shmloader.batch.collator import Collator
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
@@ -122,7 +123,7 @@ class MapFetcher:
         self._begins = [one.begin_sample for one in (rng, watch) if one is not None]
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
-        self._watch = watch
+        self._watch, self._pid = watch, 0
         get: Get = functools.partial(operator.getitem, dataset)
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
@@ -146,7 +147,7 @@ class MapFetcher:
             EmptyBatchError: If all samples failed and were to be skipped.
             BaseException: What the dataset, ``on_error`` or the collate function raises.
         """
-        is_batch = self._config.auto_collation
+        is_batch, self._pid = self._config.auto_collation, os.getpid()
         if not is_batch:
             index = [index]
         elif not self._is_strict and isinstance(index, Iterator):
@@ -180,6 +181,10 @@ class MapFetcher:
         except BaseException as error:
             what = f"One call of __getitems__ for {describe_indices(indices)}"
             if not self._is_bad(error, what):
+                raise
+            own = getattr(type(self._dataset), "__getitem__", None)
+            if own in (None, Dataset.__getitem__):
+                add_note(error, "Give the dataset a __getitem__, which on_error= needs.")
                 raise
         # This shows which sample failed.
         return self._load_each(self._get, indices)
@@ -217,6 +222,8 @@ class MapFetcher:
         """Whether an exception of a sample is not raised. One that is raised gets a note."""
         if is_from_outside(error):
             return False
+        if os.getpid() != self._pid:  # a child that a sample has forked
+            os._exit(1)
         if not self._is_strict and isinstance(error, Exception):
             return True
         add_note(error, f"{what} failed.")

@@ -95,6 +95,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
         return skipping
     rest = _rebuild(loader, loader.dataset, **_order_of(batches.batch_sampler))
     rest.set_epoch(prepared.iteration)
+    rest._present_plan.tells_dataset = loader._present_plan.tells_dataset
     rest.load_state_dict({**rest.state_dict(), "position": num_batches})
     skipping.base_dataloader = rest
     return skipping

@@ -67,7 +67,10 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 loader.load_state_dict(state)
                 has_changed = True
             elif loader.epoch != epoch:
+                plan = loader._present_plan
+                tells = plan.tells_dataset  # only the user decides whether the dataset is told
                 loader.set_epoch(epoch)
+                plan.tells_dataset = tells
                 has_changed = True
         if has_changed and has_started:  # otherwise, Lightning begins the epoch after this call
             iter(loop._data_fetcher)

@@ -199,7 +199,7 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._opened is not None:
             self._opened.begin_epoch()
         if self._adapter is not None:
-            self._adapter.begin()
+            self._adapter.begin(self._engine.present_workers)
             self._wanted = None
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)

@@ -303,7 +303,7 @@ def read_options(loader: Any) -> dict[str, Any]:
     if values or Stream in type(loader.dataset).__mro__:
         _check_pairs(loader, values)
     needs_loop = "fetch_concurrency" not in values and loader.collate_fn is default_collate
-    if needs_loop and _loads_by_coroutine(loader.dataset):
+    if needs_loop and not loader._is_iterable and _loads_by_coroutine(loader.dataset):
         raise ValueError("__getitem__ of the dataset is an async def: give fetch_concurrency=")
     return values
 

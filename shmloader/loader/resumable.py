@@ -527,4 +527,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         memo = {id(one): one for one in vars(self).values() if id(one) not in own}
         if plan is not None:  # the copy makes these itself
             memo |= dict.fromkeys(map(id, (plan.order, plan.newest, plan.sources)), plan.order)
-        return copy.deepcopy(self, memo)
+        other = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other

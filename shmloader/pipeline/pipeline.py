@@ -82,7 +82,8 @@ class Pipeline:
     # The default value, since at the interpreter's end modules are gone before their objects.
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
         # Not weakref.finalize, which would hold the ops, and these may hold this object.
-        if self._pid is not None and not threads.is_exiting:
+        # A copy whose making failed has no attributes.
+        if vars(self).get("_pid") is not None and not threads.is_exiting:
             self.stop()
 
     # Starting and stopping ---------------------------------------------------------------

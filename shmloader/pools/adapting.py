@@ -1,8 +1,8 @@
 """Decides how many workers there should be (``num_workers="auto"``). Pure.
 
 In each period it may try one worker more, which stays if batches come faster. The first trial of an
-epoch that does not help is its last one. The worker is then idle until the epoch's end, and the
-next epoch begins without it (with persistent workers, it is there for the next trial).
+epoch that does not help is its last one. The worker works on until the epoch's end, and the next
+epoch begins without it, unless workers persist: then trials begin with those that there are.
 """
 
 # A period lasts at least this long, and has at least this many batches for each worker.
@@ -25,10 +25,14 @@ class Adapter:
         self.count, self.most = count, most
         # The number of batches per nanosecond before the present trial; 0 if there is none.
         self._rate_before = 0.0
-        self.begin()
+        self.begin(count)
 
-    def begin(self) -> None:
-        """Begin an epoch. Its first period, in which workers start, does not count."""
+    def begin(self, present: int) -> None:
+        """Begin an epoch, with so many workers that are there.
+
+        Its first period, in which workers start, does not count.
+        """
+        self.count = max(self.count, present)
         self._is_settling, self._has_failed = True, False
         self._start_ns: int | None = None
         self._batches = self._wait_ns = 0

@@ -36,7 +36,7 @@ class SlotMemory:
 
     Args:
         arena: The arena.
-        locker: The :class:`~shmloader.device.device.PageLocks` of the devices that read slots;
+        locker: The :class:`~shmloader.device.device.PageLocks` of the device that reads slots;
             None if none does.
         admission: Checks that there is memory; None for no check.
     """

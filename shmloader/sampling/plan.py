@@ -138,9 +138,9 @@ class EpochPlan:
             }
         elif drawn and not draws_seed and (self.generator is not None or draws_globally):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        self.counter.begin(epoch, progress)
         self.newest = self.order
         self.order.begin(epoch, progress, saved)
+        self.counter.begin(epoch, progress)
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:

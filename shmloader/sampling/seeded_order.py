@@ -194,7 +194,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
     def _shape(self, steps: Steps, epoch: DrawnEpoch, items: list[Any]) -> PositionedIndices:
         """Return a ticket's indices."""
         cut, is_whole, step = steps.cut, self.batch_size is None, items
-        position = steps.position - cut.global_count
+        first = steps.position - cut.global_count + cut.rank * cut.share
         if steps.newest is not None:
             epoch.add(steps.position // self._size, steps.newest)
         if is_whole:
@@ -203,9 +203,8 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
                 steps.is_over = True  # what follows would be counted wrongly
                 raise ValueError(
                     "batch_sampler should yield lists of indices, none of them empty, but batch "
-                    f"{position} is {step!r}. Each rank gets whole batches."
+                    f"{first} is {step!r}. Each rank gets whole batches."
                 )
-        first = position + cut.rank * cut.share
         return PositionedIndices(step, epoch.number, first, is_whole=is_whole)
 
     # The epochs of the user's sampler ----------------------------------------------------

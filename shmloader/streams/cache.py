@@ -147,9 +147,11 @@ class ShardCache:
             if total <= self.limit or used_s > time.time() - _KEPT_S:
                 break
             # Looked at anew: another process may have asked for it meanwhile, or made room, too.
-            if _use_and_size(path)[0] == used_s:
+            now_s = _use_and_size(path)[0]
+            if now_s == used_s:
                 path.unlink(missing_ok=True)
                 Path(f"{path}{SUFFIX}").unlink(missing_ok=True)
+            if now_s in (used_s, 0):
                 total -= nbytes
 
 

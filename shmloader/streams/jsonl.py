@@ -29,12 +29,12 @@ class JsonlFormat(IndexedFormat):
         Raises:
             ShardError: If the file cannot be read; or if a line is no JSON, when it is reached.
         """
-        with reading(path):
+        # Opened first: a cache may remove the shard while its index is made.
+        with reading(path), open_file(path) as file:
             starts = self._starts(path)
-            with open_file(path) as file:
-                for number in between(numbers, 0, len(starts) - 1):
-                    file.seek(int(starts[number]))
-                    yield _record(path, number, file.readline())
+            for number in between(numbers, 0, len(starts) - 1):
+                file.seek(int(starts[number]))
+                yield _record(path, number, file.readline())
 
     def count(self, path: str) -> int:
         """Return the number of records, from the index."""

@@ -36,6 +36,7 @@ class ShardRecords(Stage):
         self.run, self._paths, self._order, self._form = run, paths, order, form
         self._cache = cache
         self._at = self._number = 0
+        self._asked = -1  # the place for whose next shard was asked
         self._records: Iterator[Any] | None = None
 
     def __next__(self) -> Item:
@@ -69,8 +70,10 @@ class ShardRecords(Stage):
 
     def _open(self, shard: int) -> Iterator[Any]:
         path = self._cache.path(self._paths[shard])
-        for following in self._order[self._at + 1 : self._at + 2]:
-            self._cache.prefetch(self._paths[following])
+        if self._asked != self._at:  # not after each record that fails
+            self._asked = self._at
+            for following in self._order[self._at + 1 : self._at + 2]:
+                self._cache.prefetch(self._paths[following])
         return iter(self._form.read(path, range(self._number, sys.maxsize)))
 
     def _failed_record(self, error: Exception) -> int | None:

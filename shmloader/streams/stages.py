@@ -322,7 +322,11 @@ class Repeated(Stage):
 
 def token_count(record: Any) -> int:
     """Return the length of a record, or of the "input_ids" of a dict."""
-    return len(record["input_ids"] if isinstance(record, Mapping) else record)
+    try:
+        return len(record["input_ids"] if isinstance(record, Mapping) else record)
+    except (KeyError, TypeError) as error:
+        error.add_note("Give length=, a function that returns the number of tokens of a record.")
+        raise
 
 
 def generator(*numbers: int) -> np.random.Generator:

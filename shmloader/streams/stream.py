@@ -63,6 +63,9 @@ class Stream(IterableDataset[Any]):
         self.collate: Callable[[Any], Any] | None = None
         self._epoch = 0
 
+    def __copy__(self) -> Self:
+        return self._with()
+
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the store, which only the process of the rank uses."""
         return {**vars(self), "store": None}

@@ -42,23 +42,23 @@ class TarFormat(IndexedFormat):
             ShardError: If the archive cannot be read or is damaged, or a sample has two files of
                 one extension, before the first sample.
         """
-        with reading(path):
+        # Opened first: a cache may remove the shard while its index is made.
+        with reading(path), open_file(path) as file:
             arrays = arrays_of(path, "tar", _make)
             keys, names = _split(arrays["keys"]), _split(arrays["names"])
             firsts, name_ids, offsets, sizes = (
                 arrays[name].tolist() for name in ("firsts", "name_ids", "offsets", "sizes")
             )
-            with open_file(path) as file:
-                seek, read = file.seek, file.read
-                for number in between(numbers, 0, len(firsts) - 1):
-                    sample: dict[str, Any] = {"__key__": keys[number]}
-                    for at in range(firsts[number], firsts[number + 1]):
-                        seek(offsets[at])
-                        sample[names[name_ids[at]]] = data = read(sizes[at])
-                        if len(data) < sizes[at]:
-                            end = offsets[at] + len(data)
-                            raise unreadable(path, f"it ends at byte {end}", number)
-                    yield sample
+            seek, read = file.seek, file.read
+            for number in between(numbers, 0, len(firsts) - 1):
+                sample: dict[str, Any] = {"__key__": keys[number]}
+                for at in range(firsts[number], firsts[number + 1]):
+                    seek(offsets[at])
+                    sample[names[name_ids[at]]] = data = read(sizes[at])
+                    if len(data) < sizes[at]:
+                        end = offsets[at] + len(data)
+                        raise unreadable(path, f"it ends at byte {end}", number)
+                yield sample
 
     def count(self, path: str) -> int:
         """Return the number of samples, from the index."""

@@ -418,3 +418,12 @@ def test_an_attribute_that_raises_does_not_hinder_a_state(kind, options) -> None
     again = DataLoader(**TOUCHY[kind](), **options)
     again.load_state_dict(loader.state_dict())
     assert_same(list(again), list(batches))
+
+
+def test_a_subclass_may_copy_itself_deeply_by_copy() -> None:
+    class Copied(DataLoader):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return copy.copy(self)
+
+    twin = copy.deepcopy(Copied(Squares(9), batch_size=3))
+    assert len(list(twin)) == 3

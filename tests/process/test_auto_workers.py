@@ -87,8 +87,8 @@ def test_the_next_epoch_begins_with_those_that_helped(is_persistent) -> None:
         batches = None
         batches = iter(loader)
         next(batches)
-        assert workers_alive() - before == (5 if is_persistent else 4)
-        assert loader.num_workers == 4
+        kept = 5 if is_persistent else 4
+        assert (workers_alive() - before, loader.num_workers) == (kept, kept)
         assert loader.stats().restarts == 0
 
 

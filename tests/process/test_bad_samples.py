@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import pickle
 import re
 import threading
@@ -464,3 +466,36 @@ def test_failures_of_a_batch_that_cannot_be_sent_are_counted():
 
 
 # ---------------------------------------------------------------- arguments
+
+
+def test_a_dataset_of_lists_alone_raises_its_own_error() -> None:
+    class ListsAlone:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            if 5 in indices:
+                raise ValueError("five is bad")
+            return indices
+
+    batches = iter(DataLoader(ListsAlone(), batch_size=4, on_error="skip"))
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="five is bad") as caught:
+        next(batches)
+    assert "Give the dataset a __getitem__, which on_error= needs." in caught.value.__notes__
+
+
+def test_a_child_that_a_bad_sample_forks_loads_no_further_samples() -> None:
+    loaded = multiprocessing.get_context("fork").Value("i", 0)
+
+    def fork(index: int) -> int:
+        with loaded.get_lock():
+            loaded.value += 1
+        if os.fork() == 0:
+            raise ValueError("of the child")
+        os.wait()
+        return index
+
+    with DataLoader(Calls(fork, 8), batch_size=4, num_workers=1, on_error="skip") as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loaded.value == 8

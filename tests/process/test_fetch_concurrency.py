@@ -299,3 +299,14 @@ def test_a_collate_fn_may_await_its_samples_as_with_torch(workers):
         assert [next(batches), next(batches)] == expected
         with pytest.raises(Bad, match="no 4"):
             next(batches)
+
+
+def test_a_stream_may_have_a_coroutine_function_for_single_records() -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        async def __getitem__(self, index):
+            raise NotImplementedError
+
+        def __iter__(self):
+            return iter(range(4))
+
+    assert [batch.tolist() for batch in DataLoader(Stream(), batch_size=2)] == [[0, 1], [2, 3]]

@@ -249,6 +249,28 @@ def test_after_a_rank_whose_build_raised_the_others_have_the_object(run) -> None
     assert results[0] == results[1]
 
 
+def test_a_rank_that_calls_again_after_its_build_raised_stays_in_step(run) -> None:
+    def two() -> Any:
+        tries = []
+
+        def build() -> Any:
+            tries.append(1)
+            if len(tries) == 1:
+                raise OSError("stale file handle")
+            return ["train"]
+
+        with pytest.raises(OSError, match="stale"):
+            share_on_host(build)
+        return [list(share_on_host(build)), list(share_on_host(lambda: ["val"]))]
+
+    def other() -> Any:
+        return [list(share_on_host(lambda: ["train"])), list(share_on_host(lambda: ["val"]))]
+
+    first = run.start(two, 0)
+    second = run.start(other, 1)
+    assert {first.result()[1][0], second.result()[1][0]} == {"val"}
+
+
 @pytest.mark.usefixtures("as_rank")
 def test_an_interruption_of_the_wait_is_raised_as_it_is(run) -> None:
     begun = FORK.Event()

@@ -15,6 +15,7 @@ import pytest
 
 from shmloader import ShardError
 from shmloader.streams import ShardCache, download, open_jsonl
+from shmloader.streams import cache as cache_module
 from tests.streams.fake_files import FakeFiles, data_of
 
 DEADLINE_S = 60
@@ -451,3 +452,24 @@ def test_without_a_directory_it_is_in_the_users_cache(monkeypatch, tmp_path):
     assert ShardCache().directory == tmp_path / "shmloader" / "shards"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert ShardCache().directory == Path("~/.cache/shmloader/shards").expanduser()
+
+
+def test_processes_that_make_room_at_once_remove_no_more_than_one_would(directory, monkeypatch):
+    cache = ShardCache(directory, limit=50)
+    for name in ("20-a", "20-b"):
+        fetch(cache, name)
+    fetch(ShardCache(directory), "20-c")
+    listed = threading.Barrier(2)
+
+    def in_order(files):
+        found = sorted(files)
+        listed.wait(DEADLINE_S)  # both have listed the files before one removes any
+        return found
+
+    monkeypatch.setattr(cache_module, "sorted", in_order, raising=False)
+    threads = [threading.Thread(target=cache._make_room) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert names(directory) == ["20-b", "20-c"]

@@ -5,12 +5,14 @@ import pytest
 from shmloader.pools.adapting import PERIOD_NS, Adapter
 
 
-def run(adapter: Adapter, *, load_s: float, step_s: float, cores: int, periods: int) -> list[int]:
+def run(
+    adapter: Adapter, *, load_s: float, step_s: float, cores: int, periods: int, present: int = 0
+) -> list[int]:
     """The numbers of workers, period after period of an epoch, where batches take so long.
 
-    Workers beyond the cores make nothing faster.
+    Workers beyond the cores make nothing faster. ``present`` workers are there from the beginning.
     """
-    adapter.begin()
+    adapter.begin(present)
     counts, now = [], 0
     for _ in range(periods):
         until = now + PERIOD_NS
@@ -37,6 +39,13 @@ def test_a_trial_that_does_not_help_is_the_last_one_of_its_epoch() -> None:
     assert run(adapter, load_s=0.1, step_s=0.01, cores=8, periods=60)[-1] == 8
 
 
+def test_with_persistent_workers_the_next_trial_is_one_more_than_are_there() -> None:
+    adapter = Adapter(1, 4)
+    assert run(adapter, load_s=0.1, step_s=0.01, cores=1, periods=30)[-1] == 1
+    counts = run(adapter, load_s=0.1, step_s=0.01, cores=8, periods=60, present=2)
+    assert counts[-1] == 4
+
+
 def test_a_trial_goes_on_in_the_next_epoch() -> None:
     adapter = Adapter(4, 16)
     for _ in range(20):
@@ -57,6 +66,6 @@ def test_it_finds_about_as_many_as_the_step_needs(load_s, count) -> None:
 
 def test_an_epoch_begins_without_a_verdict_on_the_time_between() -> None:
     adapter = Adapter(2, 4)
-    adapter.begin()
+    adapter.begin(2)
     assert adapter.count_batch(10**12, 10**12) == 2
     assert adapter.count_batch(2 * 10**12, 0) == 2
