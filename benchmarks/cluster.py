@@ -307,7 +307,7 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         collections.deque(loader, 0)
         version, shared, _, _, indices, *_ = watched.arguments
         results = [future.result(60) for future in watched.futures]
-        answers = [found[2:] for found in results if len(found) > 2]
+        answers = [found[1:] for found in results if len(found) > 1]
         body, _, arrays, _ = answers[-1][1]
         contents_bytes = sum(array.nbytes for array in arrays)
         busy_ns = round(statistics.median(_busy_ns(packed) for packed, _ in answers))
