@@ -417,8 +417,8 @@ _PEERS = (
     ),
     Peer(
         "shmloader, seed", "shmloader", "shmloader",
-        "the same with `seed=0`: each sample has random streams of its own, an idle worker takes "
-        "the oldest batch, and the engine runs in a thread of its own; in rows D, E and I only.",
+        "the same with `seed=0`: each sample has random streams of its own, and an idle worker "
+        "takes the oldest batch; in rows D, E and I only.",
         partial(_shmloader, seed=0),
         rows="DEI",
     ),
