@@ -55,7 +55,7 @@ from shmloader.process_state import PROCESS
 
 # How long the nursery may take to report the exit code of a worker that has ended, and how long it
 # may take to end.
-_REPORT_S = 1.0
+_REPORT_S = 5.0
 _END_S = 10.0
 
 
