@@ -10,7 +10,7 @@ value by its type alone: what is in it may differ from run to run.
 
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,15 +73,14 @@ def _contents(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             flat: Any = value.detach().resolve_conj().resolve_neg().reshape(-1)
-            ends = [end.cpu().view(torch.uint8).numpy() for end in (flat[:_END], flat[-_END:])]
-            return str(value.dtype), *value.shape, *map(zlib.crc32, ends)
+            ends = _ends(flat, lambda end: end.cpu().view(torch.uint8).numpy())
+            return str(value.dtype), *value.shape, *ends
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        flat = value.reshape(-1)
-        ends = [end.tobytes() for end in (flat[:_END], flat[-_END:])]
-        return str(value.dtype), *value.shape, *map(zlib.crc32, ends)
+        ends = _ends(value.reshape(-1), lambda end: end.tobytes())
+        return str(value.dtype), *value.shape, *ends
     if isinstance(value, str | bytes | bytearray):
         data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
-        return len(data), zlib.crc32(data[:_END]), zlib.crc32(data[-_END:])
+        return len(data), *_ends(data, bytes)
     if isinstance(value, list | tuple) and depth < _DEEPEST:
         is_long = len(value) > 2 * _END_ITEMS
         ends = [*value[:_END_ITEMS], *value[-_END_ITEMS:]] if is_long else [*value]
@@ -91,3 +90,8 @@ def _contents(value: Any, depth: int) -> Any:
         items = [(_simplified(key), _simplified(value[key], depth + 1)) for key in value]
         return sorted(items, key=repr)
     return len(value) if isinstance(value, list | tuple | dict | set | frozenset) else None
+
+
+def _ends(values: Any, to_bytes: Callable[[Any], Any]) -> list[int]:
+    """Return the checksums of both ends of a sequence of bytes or elements."""
+    return [zlib.crc32(to_bytes(end)) for end in (values[:_END], values[-_END:])]
