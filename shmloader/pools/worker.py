@@ -160,13 +160,17 @@ class _Client:
         # The pieces of a long message that have come.
         self._pieces = bytearray()
 
-    def receive(self) -> bytes | None:
-        """Return the next message: b"" if the client has closed its end, None if there is none."""
+    def receive(self, looks: int) -> bytes | None:
+        """Return the next message: b"" if the client has closed its end, None if there is none.
+
+        Looks so often where tasks come from.
+        """
         held = self.line.held
         for each in self._sockets:
             held[0] = NO_TASK if each is self.channel else RECEIVING
+            times = looks if each is self._sockets[-1] else 1
             try:
-                data = receive(each, messages.RECEIVE_BYTES, 1)
+                data = receive(each, messages.RECEIVE_BYTES, times)
             except ConnectionError:
                 return b""
             if data is not None:
@@ -285,9 +289,10 @@ class _Worker:
 
     def _look(self) -> tuple[_Client, bytes] | None:
         """Return the next message with its client; None if none is about to arrive."""
-        for _ in range(LOOKS):
+        looks = LOOKS if len(self._clients) == 1 else 1
+        for _ in range(LOOKS // looks):
             for client in self._clients:
-                data = client.receive()
+                data = client.receive(looks)
                 if data is not None:
                     return client, data
             let_others_run()
