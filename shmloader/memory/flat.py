@@ -11,7 +11,7 @@ that the user sees, and pickled (:mod:`shmloader.memory.pickled`), as all other 
 import math
 from collections.abc import Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,10 @@ _NUMBER_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.bool_): torch.bool,
 }
+
+# The kinds of array that numpy makes of the numbers in tensors without dimensions.
+_SCALAR_KINDS = {torch.float32: "f", torch.float64: "f", torch.int64: "i", torch.bool: "b"}
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 # Errors that mean that samples are not flat, or not alike.
 _IRREGULAR = (RuntimeError, TypeError, ValueError, KeyError, OverflowError)
@@ -175,23 +179,34 @@ def _write(sources: list[Any], slot: Slot, joints: list[_Joint]) -> None:
             if len(kinds) > 1:
                 columns = [map(torch.as_tensor, column) for column in columns]
             values = columns[0] if len(columns) == 1 else [*chain.from_iterable(columns)]
-            out = field_tensor(slot, field)
-            stacked = None
-            if out.nbytes <= COPY_OUT_BYTES:  # faster without out=, even with another copy
-                stacked = torch.stack(values)
-            if (
-                type(stacked) is _Tensor
-                and stacked.dtype == out.dtype
-                and stacked.shape == out.shape
-                and not stacked.requires_grad
-            ):
-                out.copy_(stacked)
-            elif {*map(type, values)} == {_Tensor}:
-                stack_into(values, out)
-            else:
-                raise ValueError  # a subclass would determine the type of the batch
+            _write_tensors(values, field_tensor(slot, field))
         if FAULTS is not None:
             FAULTS.reach("worker.write")
+
+
+def _write_tensors(values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Stack tensors of one shape.
+
+    Raises:
+        Exception: One of ``_IRREGULAR`` if torch would make something else of them.
+    """
+    number = _SCALAR_KINDS.get(out.dtype) if out.ndim == 1 else None
+    if number is not None:
+        # Takes three quarters of the time of torch.stack, which makes a view of each.
+        array = np.array([*map(_Tensor.tolist, values)])
+        is_plain = {*map(type, values)} == {_Tensor} and not any(map(_REQUIRES_GRAD, values))
+        if is_plain and array.dtype.kind == number:
+            out.numpy()[:] = array
+            return
+    if out.nbytes <= COPY_OUT_BYTES:  # faster without out=, even with another copy
+        stacked = torch.stack(values)  # type: ignore[arg-type]
+        is_plain = type(stacked) is _Tensor and not stacked.requires_grad
+        if is_plain and stacked.dtype == out.dtype and stacked.shape == out.shape:
+            out.copy_(stacked)
+            return
+    if {*map(type, values)} != {_Tensor}:
+        raise ValueError  # a subclass would determine the type of the batch
+    stack_into(values, out)
 
 
 def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:

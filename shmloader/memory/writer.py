@@ -216,17 +216,18 @@ class SlotWriter:
         return None
 
 
-def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     """Do ``torch.stack(tensors, 0, out=out)``, bypassing the caches where that is faster.
 
-    ``out`` is a contiguous tensor of the result's shape. Raises what torch.stack raises.
+    ``out`` is a contiguous tensor of the result's shape. Returns it, as a tensor of a subclass if
+    one of the tensors is such. Raises what torch.stack raises.
     """
     may_stream = out.nbytes >= max(STREAM_BYTES, ROW_BYTES * len(tensors))
     if may_stream and _copy_rows is not None and all(_is_row_of(out, one) for one in tensors):
         addresses = [tensor.data_ptr() for tensor in tensors]
         _copy_rows(out.data_ptr(), addresses, out.nbytes // len(tensors))
-    else:
-        torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
+        return out
+    return torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
 
 
 def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -294,13 +295,12 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     else:
         out = writer.empty(shape, first.dtype)
     try:
-        stack_into(batch, out)
+        return stack_into(batch, out)
     except RuntimeError as error:
         # With an output that cannot be resized, torch.stack does not name the unequal shapes.
         if "resize" in str(error):
             return torch.stack(batch, 0)
         raise
-    return out
 
 
 def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:

@@ -419,6 +419,11 @@ TORCH_FAILS: dict[str, Callable[[int], Any]] = {
     ),
 }
 
+# The kinds of samples that differ from the first one.
+DTYPES_OF_INTS = [torch.int32, torch.int64, torch.int8, torch.bool]
+DTYPES_OF_FLOATS = [torch.float32, torch.float64]
+LATER: list[type[torch.Tensor]] = [torch.Tensor, Image]
+
 SAMPLES: dict[str, Callable[[int], Any]] = {
     "ints": lambda n: n,
     "huge ints": lambda n: 2**62 + n,
@@ -436,6 +441,12 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "tensors": lambda n: floats(3, 4, start=n),
     "tensors of many types": lambda n: [torch.full((2,), n).to(dtype) for dtype in DTYPES[:8]],
     "0-d tensors": lambda n: torch.tensor(n / 3),
+    "0-d tensors, then integers of other sizes": lambda n: torch.tensor(
+        n, dtype=DTYPES_OF_INTS[n % 4]
+    ),
+    "0-d tensors, then wider ones": lambda n: torch.tensor(n / 3, dtype=DTYPES_OF_FLOATS[n % 2]),
+    "0-d tensors, then a subclass": lambda n: torch.tensor(n / 3).as_subclass(LATER[n % 2]),
+    "tensors, then a subclass": lambda n: floats(2, start=n).as_subclass(LATER[n % 2]),
     "empty tensors": lambda n: torch.empty(0, 3),
     "transposed tensors": lambda n: floats(3, 4, start=n).t(),
     "expanded tensors": lambda n: floats(3, 1, start=n).expand(3, 4),
