@@ -124,7 +124,7 @@ class MapFetcher:
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
         self._watch, self._pid = watch, 0
-        get: Get = functools.partial(operator.getitem, dataset)
+        get = item_getter(dataset)
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
         self._get = get if watch is None else functools.partial(watch.load, get)
@@ -181,10 +181,6 @@ class MapFetcher:
         except BaseException as error:
             what = f"One call of __getitems__ for {describe_indices(indices)}"
             if not self._is_bad(error, what):
-                raise
-            own = getattr(type(self._dataset), "__getitem__", None)
-            if own in (None, Dataset.__getitem__):
-                add_note(error, "Give the dataset a __getitem__, which on_error= needs.")
                 raise
         # This shows which sample failed.
         return self._load_each(self._get, indices)
@@ -268,15 +264,27 @@ def _copy(sample: Any) -> Any:
     return sample
 
 
+def _innermost(dataset: Any) -> Any:
+    """Return the dataset that loads what a Subset or a CutDataset passes on to it."""
+    while type(dataset) in (Subset, CutDataset) and "__getitems__" not in vars(dataset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def item_getter(dataset: Any) -> Get:
+    """Return what loads one sample: as a list of one if the dataset has only ``__getitems__``."""
+    own = getattr(type(_innermost(dataset)), "__getitem__", None)
+    if own in (None, Dataset.__getitem__) and list_getter(dataset) is not None:
+        return lambda index: dataset.__getitems__([index])[0]
+    return functools.partial(operator.getitem, dataset)
+
+
 def list_getter(dataset: Any) -> Get | None:
     """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
 
     Those of torch's ``Subset`` and of ``CutDataset`` do so if the dataset in them has none.
     """
-    inner = dataset
-    while type(inner) in (Subset, CutDataset) and "__getitems__" not in vars(inner):
-        inner = inner.dataset
-    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
+    return dataset.__getitems__ if getattr(_innermost(dataset), "__getitems__", None) else None
 
 
 def map_style_stop(error: StopIteration) -> RuntimeError:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, get_worker_info
+from torch.utils.data import BatchSampler, DistributedSampler, Subset, get_worker_info
 
 from shmloader import ClosedLoaderError, DataLoader, ShardedDataLoader, TooManyFailures
 from shmloader.sampling import ShardedSampler, TokenBatches
@@ -468,21 +468,27 @@ def test_failures_of_a_batch_that_cannot_be_sent_are_counted():
 # ---------------------------------------------------------------- arguments
 
 
-def test_a_dataset_of_lists_alone_raises_its_own_error() -> None:
-    class ListsAlone:
-        def __len__(self) -> int:
-            return 8
+class ListsAlone:
+    """Loads lists of samples, and has no ``__getitem__``. Sample 5 is bad."""
 
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            if 5 in indices:
-                raise ValueError("five is bad")
-            return indices
+    def __len__(self) -> int:
+        return 8
 
-    batches = iter(DataLoader(ListsAlone(), batch_size=4, on_error="skip"))
-    assert next(batches).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="five is bad") as caught:
-        next(batches)
-    assert "Give the dataset a __getitem__, which on_error= needs." in caught.value.__notes__
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        if 5 in indices:
+            raise ValueError("five is bad")
+        return indices
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"fetch_concurrency": 2}], ids=str)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("wrap", [ListsAlone, lambda: Subset(ListsAlone(), range(8))])
+def test_a_dataset_of_lists_alone_loads_its_samples_one_by_one(
+    wrap: Any, workers: int, options: Any
+) -> None:
+    loader = DataLoader(wrap(), batch_size=4, num_workers=workers, on_error="skip", **options)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 6, 7]]
+    assert listed(loader) == [5]
 
 
 def test_a_child_that_a_bad_sample_forks_loads_no_further_samples() -> None:
