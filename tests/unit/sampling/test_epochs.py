@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.samplers import EpochSampler, random_numbers
 
 WORDS = st.integers(0, 2**64 - 1)
@@ -87,3 +88,22 @@ def test_epochs_do_not_overlap():
     other = random_numbers(0, 0, 1).bit_generator.state["state"]["counter"].tolist()
     following = random_numbers(0, 1, 0).bit_generator.state["state"]["counter"].tolist()
     assert [state, other, following] == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+class Counting(SequentialSampler):
+    epochs = ()
+
+    def set_epoch(self, epoch):
+        self.epochs += (epoch,)
+
+
+def test_the_sampler_in_a_batch_sampler_is_told_the_epoch_and_the_outer_one_first():
+    inner = Counting(range(4))
+    set_epoch_of(BatchSampler(inner, 2, drop_last=False), 3)
+    set_epoch_of(inner, 4)
+    assert inner.epochs == (3, 4)
+    outer = Counting(range(4))
+    outer.sampler = inner
+    set_epoch_of(outer, 5)
+    assert (outer.epochs, inner.epochs) == ((5,), (3, 4))
+    set_epoch_of([1, 2], 5)

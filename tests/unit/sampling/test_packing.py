@@ -1,6 +1,7 @@
 """Packing by length: exact, within the budget, and each sample once."""
 
 from itertools import chain
+from operator import ge, sub, truediv
 
 import numpy as np
 import pytest
@@ -10,41 +11,40 @@ from hypothesis import strategies as st
 from shmloader.sampling.balancing import GROUP, divide, order_by_cost
 from shmloader.sampling.packing import best_fit_decreasing, cut_by_longest, sort
 
-BUDGET = 24
 # Few distinct lengths, so that runs and equal spaces are common.
-LENGTHS = st.lists(st.integers(1, BUDGET), max_size=80)
-PAIRS = st.lists(st.tuples(st.integers(1, BUDGET), st.integers(1, 10)), max_size=40)
+LENGTHS = st.lists(st.tuples(st.integers(1, 24)), max_size=80)
+BUDGETS = 16, 8
+PAIRS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 8)), max_size=40)
 
 
 def batches_of(packing):
     return [part.tolist() for part in np.split(packing.order, packing.ends)[:-1]]
 
 
-def column(lengths):
-    return np.array(lengths, np.int64).reshape(-1, 1)
+def best_fit_one_by_one(lengths, budgets):
+    """Best-fit decreasing as the textbook has it; of several measures, by shares of the budgets."""
 
+    def shares(measures):
+        return map(truediv, measures, budgets)
 
-def best_fit_one_by_one(lengths, budget):
-    """Best-fit decreasing as the textbook has it."""
     batches, spaces = [], []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        fitting = [at for at, space in enumerate(spaces) if space >= lengths[row]]
-        if fitting:
-            at = min(fitting, key=lambda at: spaces[at])
-        else:
-            at = len(spaces)
-            spaces.append(budget)
+    for row in sorted(range(len(lengths)), key=lambda row: -max(shares(lengths[row]))):
+        fitting = [at for at, space in enumerate(spaces) if all(map(ge, space, lengths[row]))]
+        at = min(fitting, key=lambda at: sum(shares(spaces[at])), default=len(spaces))
+        if at == len(spaces):
+            spaces.append(budgets)
             batches.append([])
-        spaces[at] -= lengths[row]
+        spaces[at] = tuple(map(sub, spaces[at], lengths[row]))
         batches[at].append(row)
     return batches
 
 
-@given(LENGTHS)
-@settings(derandomize=True, max_examples=300)
-def test_packing_is_best_fit_decreasing_to_the_sample(lengths):
-    packing = best_fit_decreasing(column(lengths), (BUDGET,))
-    assert batches_of(packing) == best_fit_one_by_one(lengths, BUDGET)
+@given(st.tuples(LENGTHS, st.just((24,))) | st.tuples(PAIRS, st.just(BUDGETS)))
+@settings(derandomize=True, max_examples=400)
+def test_packing_is_best_fit_decreasing_to_the_sample(given):
+    lengths, budgets = given
+    packing = best_fit_decreasing(np.array(lengths).reshape(-1, len(budgets)), budgets)
+    assert batches_of(packing) == best_fit_one_by_one(lengths, budgets)
 
 
 @pytest.mark.parametrize("budget", [16_384, 70_000])  # of which the first are sorted by radix
@@ -52,54 +52,14 @@ def test_a_window_of_log_normal_lengths_is_packed_so_too(budget):
     random = np.random.default_rng(3)
     lengths = np.clip(random.lognormal(5.7, 1.0, 2000), 1, budget).astype(np.int64)
     packing = best_fit_decreasing(lengths[:, None], (budget,))
-    assert batches_of(packing) == best_fit_one_by_one(lengths.tolist(), budget)
-
-
-@given(PAIRS)
-@settings(derandomize=True)
-def test_each_of_several_measures_keeps_its_budget(pairs):
-    lengths = np.array(pairs, np.int64).reshape(-1, 2)
-    batches = batches_of(best_fit_decreasing(lengths, (BUDGET, 10)))
-    assert sorted(chain(*batches)) == list(range(len(pairs)))
-    for batch in batches:
-        assert (lengths[batch].sum(axis=0) <= (BUDGET, 10)).all()
-
-
-@given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 8)), max_size=40))
-@settings(derandomize=True)
-def test_several_measures_are_packed_best_fit_decreasing_by_shares(pairs):
-    batches, spaces = [], []
-    for row in sorted(
-        range(len(pairs)), key=lambda row: -max(pairs[row][0] / 16, pairs[row][1] / 8)
-    ):
-        fitting = [
-            at
-            for at, space in enumerate(spaces)
-            if space[0] >= pairs[row][0] and space[1] >= pairs[row][1]
-        ]
-        at = min(
-            fitting, key=lambda at: spaces[at][0] / 16 + spaces[at][1] / 8, default=len(spaces)
-        )
-        if at == len(spaces):
-            spaces.append((16, 8))
-            batches.append([])
-        spaces[at] = (spaces[at][0] - pairs[row][0], spaces[at][1] - pairs[row][1])
-        batches[at].append(row)
-    packing = best_fit_decreasing(np.array(pairs, np.int64).reshape(-1, 2), (16, 8))
-    assert batches_of(packing) == batches
-
-
-def test_of_two_measures_the_one_that_is_full_decides():
-    # The first two fill the second budget; the third fits beside neither.
-    lengths = np.array([[1, 5], [1, 5], [2, 1]])
-    assert batches_of(best_fit_decreasing(lengths, (9, 10))) == [[0, 1], [2]]
+    assert batches_of(packing) == best_fit_one_by_one(lengths[:, None].tolist(), (budget,))
 
 
 @given(PAIRS, st.booleans())
 @settings(derandomize=True)
 def test_padded_batches_keep_the_budget_and_could_take_no_further_sample(pairs, has_one):
     lengths = np.array(pairs, np.int64).reshape(-1, 2)[:, : 1 if has_one else 2]
-    budget = (BUDGET, 10)[: lengths.shape[1]]
+    budget = BUDGETS[: lengths.shape[1]]
     batches = batches_of(cut_by_longest(lengths, budget))
     assert sorted(chain(*batches)) == list(range(len(pairs)))
     for batch, following in zip(batches, [*batches, []][1:], strict=True):

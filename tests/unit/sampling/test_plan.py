@@ -1,8 +1,10 @@
 """One global order, cut into steps, shards and ranks: the same whoever looks at it."""
 
+import copy
 import itertools
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 
+from shmloader.batch.failures import describe_indices
 from shmloader.sampling.arguments import Ranks
+from shmloader.sampling.indices import PositionedIndices, without_position
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
@@ -66,13 +70,14 @@ def epoch_of(plan: SeededOrder, epoch: int = 0) -> list[Any]:
     return [step.indices for step in plan]
 
 
+def flat(steps: Iterable[Any]) -> list[Any]:
+    return [*itertools.chain.from_iterable(steps)]
+
+
 def union(plans: list[SeededOrder], epoch: int = 0) -> list[list[Any]]:
     """What the ranks get at each step, one after the other."""
     steps = [epoch_of(plan, epoch) for plan in plans]
-    return [
-        [index for rank in ranks for index in rank]
-        for ranks in itertools.zip_longest(*steps, fillvalue=[])
-    ]
+    return [flat(ranks) for ranks in itertools.zip_longest(*steps, fillvalue=[])]
 
 
 cuts = st.tuples(st.integers(1, 8), st.integers(1, 5))
@@ -93,8 +98,8 @@ def test_the_ranks_together_have_the_one_global_order(
 ) -> None:
     share, world_size = cut
     count = share * world_size
-    (one,) = [plan_of(kind, length, batch_size=length or 1, last_batch="keep", seed=seed)]
-    order = [index for step in epoch_of(one, epoch) for index in step]
+    one = plan_of(kind, length, batch_size=length or 1, last_batch="keep", seed=seed)
+    order = flat(epoch_of(one, epoch))
     assert len(order) == length
     plans = [
         plan_of(
@@ -104,7 +109,7 @@ def test_the_ranks_together_have_the_one_global_order(
         for rank in range(world_size)
     ]  # fmt: skip
     steps = union(plans, epoch)
-    together = [index for step in steps for index in step]
+    together = flat(steps)
     whole = length // count * count
     left = length - whole
     if last_batch == "discard":
@@ -133,13 +138,12 @@ def test_the_ranks_together_have_the_one_global_order(
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_seed_and_epoch_choose_the_order(kind) -> None:
     orders = [
-        [index for step in epoch_of(plan_of(kind, 40, seed=seed), epoch) for index in step]
+        flat(epoch_of(plan_of(kind, 40, seed=seed), epoch))
         for seed in range(2)
         for epoch in range(2)
     ]
     assert len({tuple(order) for order in orders}) == 4
-    again = [index for step in epoch_of(plan_of(kind, 40, seed=1), 1) for index in step]
-    assert again == orders[3]
+    assert flat(epoch_of(plan_of(kind, 40, seed=1), 1)) == orders[3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,9 +166,8 @@ def test_the_process_keeps_its_own_streams(kind) -> None:
         seen.append(drawn())
     assert seen == expected
     # Nor does what the process draws meanwhile change the order.
-    assert [index for step in steps for index in step.indices] == [
-        index for step in epoch_of(plan_of(kind, 30, batch_size=4))[3:] for index in step
-    ]
+    rest = epoch_of(plan_of(kind, 30, batch_size=4))[3:]
+    assert [step.indices for step in steps] == rest
 
 
 def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() -> None:
@@ -172,7 +175,7 @@ def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() 
     expected = list(weights)
     weights.generator.manual_seed(3)
     plan = SeededOrder(1, "pad", 0, items=weights)
-    assert [index for step in epoch_of(plan) for index in step] == expected
+    assert flat(epoch_of(plan)) == expected
 
 
 def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
@@ -193,3 +196,41 @@ def test_a_batch_that_cannot_be_loaded_is_named(step) -> None:
     assert next(steps).indices == [1, 2]
     with pytest.raises(ValueError, match="none of them empty, but batch 1 is"):
         next(steps)
+
+
+def test_an_epoch_that_has_begun_keeps_its_number():
+    plan = plan_of("shuffled", 36, batch_size=12, seed=3)
+    begun = iter(plan)
+    plan.begin(8, Progress())
+    assert [step.epoch for step in begun] == [0, 0, 0]
+    assert [step.epoch for step in plan] == [8, 8, 8]
+
+
+def test_a_plan_follows_a_dataset_that_grows():
+    dataset = [1, 2, 3]
+    plan = SeededOrder(2, "keep", 0, length=dataset)
+    assert (len(plan), [one.indices for one in plan]) == (2, [[0, 1], [2]])
+    dataset += [4, 5]
+    assert (len(plan), [one.indices for one in plan]) == (3, [[0, 1], [2, 3], [4]])
+
+
+@pytest.mark.parametrize("step", [[], [(1, 2), (3, 4)], [[], [1]], "key", 7])
+def test_what_is_not_divided_is_handed_on_as_it_is(step):
+    plan = SeededOrder(None, "keep", 0, items=[step])
+    assert [one.indices for one in plan] == [step]
+
+
+@pytest.mark.parametrize("make", [lambda plan: pickle.loads(pickle.dumps(plan)), copy.deepcopy])
+def test_a_copy_of_a_plan_in_work_begins_an_epoch_of_its_own(make):
+    plan = plan_of("shuffled", 50, batch_size=12, seed=3)
+    begun = iter(plan)
+    first = next(begun)
+    assert next(iter(make(plan))) == first
+    assert next(begun).first == 12
+
+
+def test_texts_and_users_see_the_indices_alone():
+    placed = PositionedIndices([4, 5, 6], 1, 12)
+    assert describe_indices(placed) == describe_indices([4, 5, 6]) == "indices 4 to 6"
+    assert describe_indices(PositionedIndices("key", 1, 12, is_whole=True)) == "index 'key'"
+    assert without_position(placed) == without_position([4, 5, 6]) == [4, 5, 6]

@@ -1,4 +1,4 @@
-"""Where rank and world size come from, and what is refused."""
+"""Where rank and world size come from, how many of the ranks a host has, and what is refused."""
 
 import signal
 import types
@@ -7,17 +7,27 @@ import numpy as np
 import pytest
 import torch.distributed
 
+from shmloader.host import ranks_of_host
 from shmloader.sampling.arguments import Ranks, rank_of, resolve_ranks
 
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
+)
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """No variables of whoever runs the tests; setters of their own."""
-    for name in ("RANK", "WORLD_SIZE", *SLURM):
+def set_variables(monkeypatch):
+    """Delete the variables of whoever runs the tests; return a function that sets others."""
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+
+    def set_all(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
 
 
 @pytest.fixture
@@ -49,34 +59,31 @@ STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     ],
 )
 def test_rank_and_world_size_come_from_arguments_or_the_environment(
-    variables, arguments, expected, environment
+    variables, arguments, expected, set_variables
 ):
-    for name, value in variables.items():
-        environment.setenv(name, value)
+    set_variables(**variables)
     found = resolve_ranks(*arguments)
     assert found == expected
     assert [type(number) for number in found] == [int, int]
 
 
 @pytest.mark.usefixtures("default_group")
-def test_the_default_group_goes_before_the_environment_and_after_arguments(environment):
-    environment.setenv("RANK", "3")
-    environment.setenv("WORLD_SIZE", "16")
+def test_the_default_group_goes_before_the_environment_and_after_arguments(set_variables):
+    set_variables(**TORCHRUN)
     assert resolve_ranks(None, None) == (2, 5)
     assert resolve_ranks(0, 2) == (0, 2)
 
 
-def test_torch_without_distributed_is_no_obstacle(environment):
-    environment.setattr(torch.distributed, "is_available", lambda: False)
+def test_torch_without_distributed_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     for name in ("is_initialized", "get_rank", "get_world_size"):  # it has none of them
-        environment.delattr(torch.distributed, name)
+        monkeypatch.delattr(torch.distributed, name)
     assert resolve_ranks(None, None) == (0, 1)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_the_arguments_that_override_the_environment_are_named(variables, environment):
-    for name, value in variables.items():
-        environment.setenv(name, value)
+def test_the_arguments_that_override_the_environment_are_named(variables, set_variables):
+    set_variables(**variables)
     with pytest.raises(ValueError, match=r"; rank= and world_size= override the environment$"):
         resolve_ranks()
 
@@ -84,9 +91,7 @@ def test_the_arguments_that_override_the_environment_are_named(variables, enviro
 @pytest.mark.parametrize(
     "function", [lambda: resolve_ranks(None, None), lambda: Ranks(None, None).known]
 )
-def test_a_signal_handler_s_exception_is_not_taken_for_one_of_the_variables(
-    function, environment, monkeypatch
-):
+def test_a_signal_handler_s_exception_is_not_taken_for_one_of_the_variables(function, monkeypatch):
     class AlarmError(ValueError):
         pass
 
@@ -131,8 +136,8 @@ def test_numbers_that_cannot_be_are_refused(rank, world_size, text):
     ("name", "other"),
     [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")],
 )
-def test_one_variable_alone_is_refused(environment, name, other):
-    environment.setenv(name, "1")
+def test_one_variable_alone_is_refused(set_variables, name, other):
+    set_variables(**{name: "1"})
     with pytest.raises(ValueError, match="both or not at all") as caught:
         resolve_ranks(None, None)
     assert f"{name}='1'" in str(caught.value)
@@ -141,20 +146,17 @@ def test_one_variable_alone_is_refused(environment, name, other):
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 @pytest.mark.parametrize("text", ["", " ", "one", "1.0", "-1", "+1", "1_0", "0x1", "1 2", "١", "²"])
-def test_variables_that_are_no_numbers_are_refused(environment, name, text):
-    environment.setenv("RANK", "1")
-    environment.setenv("WORLD_SIZE", "2")
-    environment.setenv(name, text)
+def test_variables_that_are_no_numbers_are_refused(set_variables, name, text):
+    set_variables(**{"RANK": "1", "WORLD_SIZE": "2", name: text})
     with pytest.raises(ValueError, match=r"RANK and WORLD_SIZE should be whole numbers") as caught:
         resolve_ranks(None, None)
     assert f"{name}={text!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("0", "0")])
-@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), SLURM[:2]])
-def test_variables_that_cannot_be_are_refused(environment, names, rank, world_size):
-    for name, value in zip(names, (rank, world_size), strict=True):
-        environment.setenv(name, value)
+@pytest.mark.parametrize("names", [list(TORCHRUN), list(STEP)])
+def test_variables_that_cannot_be_are_refused(set_variables, names, rank, world_size):
+    set_variables(**dict(zip(names, (rank, world_size), strict=True)))
     with pytest.raises(ValueError, match=f"first below the second, but got {names[0]}='{rank}'"):
         resolve_ranks()
 
@@ -177,3 +179,25 @@ def test_variables_that_cannot_be_are_refused(environment, names, rank, world_si
 )
 def test_the_rank_is_that_of_the_first_sampler_cut_for_ranks(attributes, rank):
     assert rank_of([types.SimpleNamespace(**each) for each in attributes]) == rank
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({}, 8),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "16"}, 8),
+        ({"LOCAL_WORLD_SIZE": "many"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "5,3", "SLURM_NODEID": "0"}, 5),
+        ({"SLURM_STEP_TASKS_PER_NODE": "5,3"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "7"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "?", "SLURM_NODEID": "0"}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_NODEID": "0"}, 2),
+    ],
+)
+def test_how_many_of_the_ranks_this_host_has(set_variables, variables, count):
+    set_variables(**variables)
+    assert ranks_of_host(8) == count

@@ -1,7 +1,5 @@
 """ShardedSampler: a rank's part of any sampler, for torch's loader as well."""
 
-import itertools
-
 import pytest
 import torch
 from torch.utils.data import (
@@ -25,6 +23,10 @@ def ranks(
     ]
 
 
+def flat(runs):
+    return [index for run in runs for index in run]
+
+
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("last_batch", ["pad", "discard", "keep"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -35,17 +37,8 @@ def test_the_ranks_share_one_order(batch_size, last_batch, world_size) -> None:
     assert [len(part) for part in parts] == [
         len(one) for one in ranks(world_size, batch_size=batch_size, last_batch=last_batch)
     ]
-    runs = [
-        index
-        for steps in itertools.zip_longest(
-            *[itertools.batched(part, batch_size) if hasattr(itertools, "batched")
-              else [part[at : at + batch_size] for at in range(0, len(part), batch_size)]
-              for part in parts],
-            fillvalue=(),
-        )
-        for run in steps
-        for index in run
-    ]  # fmt: skip
+    steps = range(0, max(map(len, parts)), batch_size)
+    runs = flat(part[at : at + batch_size] for at in steps for part in parts)
     missing = -len(order) % count
     if last_batch == "pad":
         assert runs == order + order[:missing]
@@ -64,10 +57,7 @@ def test_torchs_loader_makes_the_batches_of_one_large_loader() -> None:
     ]
     epochs = []
     for _ in range(2):
-        seen = [
-            [*itertools.chain(*[batch.tolist() for batch in batches])]
-            for batches in zip(*loaders, strict=True)
-        ]
+        seen = [torch.cat(batches).tolist() for batches in zip(*loaders, strict=True)]
         assert seen == [batch.tolist() for batch in one]
         epochs.append(seen)
     assert epochs[0] != epochs[1]
@@ -118,3 +108,24 @@ def test_what_yields_no_indices_is_refused(sampler):
     assert str(raised.value) == (
         f"sampler should yield the indices of all samples, but got sampler={sampler}"
     )
+
+
+def test_ranks_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sampler = ShardedSampler([1, 2])
+    assert (sampler.rank, sampler.world_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("batch_size", 0, "1 or more"),
+        ("last_batch", "divide", ""),
+        ("seed", -1, "0 or more"),
+        ("rank", 0, "be given both or not"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(argument, value, text):
+    with pytest.raises(ValueError, match=rf"^{argument}\b.* should (be )?{text}"):
+        ShardedSampler([1, 2], **{argument: value})
