@@ -9,14 +9,23 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 
-class Squares(Dataset):
-    """Sample i holds tensors, an array and numbers made from i."""
+class Sized:
+    """As long as its owner says."""
 
-    def __init__(self, size: int = 23) -> None:
-        self.size = size
+    size: int
+
+    def __init__(self, size: int | None = None) -> None:
+        if size is not None:
+            self.size = size
 
     def __len__(self) -> int:
         return self.size
+
+
+class Squares(Sized, Dataset):
+    """Sample i holds tensors, an array and numbers made from i."""
+
+    size = 23
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         number = int(index)
@@ -43,14 +52,8 @@ class Keyed(Dataset):
         return repr(key), self.values[key]
 
 
-class Growing(Dataset):
+class Growing(Sized, Dataset):
     """As long as its owner says, at the time."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         if index >= self.size:
@@ -58,14 +61,10 @@ class Growing(Dataset):
         return index, self.size
 
 
-class Dice(Dataset):
+class Dice(Sized, Dataset):
     """Each sample draws from random, numpy.random and torch, and says in which worker."""
 
-    def __init__(self, size: int = 17) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
+    size = 17
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"index": index, **throw()}
@@ -90,14 +89,10 @@ def dice_collate(samples: list[Any]) -> dict[str, Any]:
     return {"samples": samples, "collate": throw()}
 
 
-class ByList(Dataset):
+class ByList(Sized, Dataset):
     """Has __getitems__; each sample tells by which of the two methods it came."""
 
-    def __init__(self, size: int = 11) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
+    size = 11
 
     def __getitem__(self, index: int) -> tuple[int, str]:
         return index, "getitem"
@@ -106,41 +101,31 @@ class ByList(Dataset):
         return [(index, f"getitems of {type(indices).__name__}") for index in indices]
 
 
-class WithoutByList(Dataset):
+class WithoutByList(Sized, Dataset):
     """Its __getitems__ is None, so that it counts as none."""
 
-    __getitems__ = None
-
-    def __len__(self) -> int:
-        return 7
+    size, __getitems__ = 7, None
 
     def __getitem__(self, index: int) -> int:
         return index * 10
 
 
-class Made(Dataset):
+class Made(Sized, Dataset):
     """Sample i is what a function makes of i."""
 
     def __init__(self, make: Callable[[int], Any], size: int = 4) -> None:
+        super().__init__(size)
         self.make = make
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
 
 
-class Whoami(Dataset):
+class Whoami(Sized, Dataset):
     """Each sample is the repr-able part of get_worker_info()."""
 
-    def __init__(self, size: int = 12) -> None:
-        self.size = size
-        self.marked_by: int | None = None
-
-    def __len__(self) -> int:
-        return self.size
+    size = 12
+    marked_by: int | None = None
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"index": index, "marked_by": self.marked_by, **describe_worker(self)}
@@ -309,15 +294,14 @@ class OwnError(ValueError):
     pass
 
 
-class Failing(Dataset):
+class Failing(Sized, Dataset):
     """Raises at some indices what a function makes of the index."""
+
+    size = 12
 
     def __init__(self, error: Callable[[int], BaseException], at: tuple[int, ...] = (3,)) -> None:
         self.error = error
         self.at = at
-
-    def __len__(self) -> int:
-        return 12
 
     def __getitem__(self, index: int) -> int:
         if index in self.at:
@@ -374,25 +358,13 @@ def fail_on_5(samples: list[int]) -> list[int]:
     return samples
 
 
-class Backwards(Sampler[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
+class Backwards(Sized, Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.size - 1, -1, -1))
 
 
-class Jumping(Sampler[int]):
+class Jumping(Sized, Sampler[int]):
     """Draws from the global random streams of torch for each index."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.size):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from shmloader import DataLoader
 from tests.parity.compare import TORCH_VERSION, both_outcomes, outcome
 from tests.parity.data import Counting, Measured, Squares, as_is, draw_some
+from tests.parity.ways import with_both_classes
 
 MAP = Squares(10)
 STREAM = Counting()
@@ -132,26 +133,11 @@ ACCEPTED: list[dict[str, Any]] = [
 ]
 
 ATTRIBUTES = [
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "in_order",
-    "batch_size",
-    "drop_last",
-    "generator",
-    "collate_fn",
-    "persistent_workers",
-    "_auto_collation",
-    "_dataset_kind",
-    "_iterator",
-    "_IterableDataset_len_called",
-    "_DataLoader__initialized",
+    *("num_workers", "prefetch_factor", "pin_memory", "pin_memory_device", "timeout"),
+    *("worker_init_fn", "in_order", "batch_size", "drop_last", "generator", "collate_fn"),
+    *("persistent_workers", "_auto_collation", "_dataset_kind", "_iterator", "dataset"),
+    *("_IterableDataset_len_called", "_DataLoader__initialized", "multiprocessing_context"),
     "_DataLoader__multiprocessing_context",
-    "multiprocessing_context",
-    "dataset",
 ]
 
 
@@ -188,10 +174,8 @@ def test_attributes_after_init_are_torchs(options: dict[str, Any]) -> None:
         assert getattr(mine, name) == getattr(torchs, name), name
     for name in ("sampler", "batch_sampler", "_index_sampler"):
         left, right = getattr(mine, name), getattr(torchs, name)
-        if isinstance(right, (SequentialSampler, list)) or right in (None, BATCHES, SAMPLER):
-            assert left == right or type(left) is type(right), name
-        else:
-            assert type(left) is type(right), name
+        is_given = right is not None and right in (BATCHES, SAMPLER)
+        assert left is right if is_given else type(left) is type(right), name
     for name in vars(torchs):
         assert hasattr(mine, name), name
 
@@ -237,10 +221,7 @@ def test_all_thirteen_arguments_may_be_positional() -> None:
     "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
 )
 def test_some_attributes_are_frozen_after_init(name: str) -> None:
-    def change(cls: Any) -> None:
-        setattr(cls(MAP, num_workers=1), name, 1)
-
-    ours, theirs = both_outcomes(change)
+    ours, theirs = both_outcomes(lambda cls: setattr(cls(MAP, num_workers=1), name, 1))
     assert theirs.failure is not None
     assert ours == theirs
 
@@ -273,17 +254,13 @@ def test_other_attributes_may_be_set_after_init(name: str, value: Any) -> None:
     assert getattr(loader, name) is value
 
 
-def test_attributes_set_after_init_are_read_at_iter() -> None:
-    def go(cls: Any) -> list[Any]:
-        loader = cls(range(6), batch_size=2)
-        loader.num_workers = 1
-        loader.prefetch_factor = 1
-        loader.collate_fn = as_is
-        return list(loader)
-
-    ours, theirs = both_outcomes(go)
-    assert ours == theirs
-    assert theirs.value == [[0, 1], [2, 3], [4, 5]]
+@with_both_classes(lambda found: found.value == [[0, 1], [2, 3], [4, 5]])
+def test_attributes_set_after_init_are_read_at_iter(cls: Any) -> list[Any]:
+    loader = cls(range(6), batch_size=2)
+    loader.num_workers = 1
+    loader.prefetch_factor = 1
+    loader.collate_fn = as_is
+    return list(loader)
 
 
 @pytest.mark.parametrize("context", ["bad", 5, "spawn", None, multiprocessing.get_context("fork")])
@@ -298,15 +275,11 @@ def test_the_context_is_checked_when_it_is_set_later(workers: int, context: Any)
     assert ours == theirs
 
 
-def test_too_many_workers_warn_when_asked() -> None:
-    def go(cls: Any) -> None:
-        loader = cls(MAP)
-        loader.num_workers = 1000
-        loader.check_worker_number_rationality()
-
-    ours, theirs = both_outcomes(go)
-    assert ours == theirs
-    assert "This DataLoader will create 1000 worker processes in total." in theirs.warned[0][1]
+@with_both_classes(lambda found: "will create 1000 worker processes" in found.warned[0][1])
+def test_too_many_workers_warn_when_asked(cls: Any) -> None:
+    loader = cls(MAP)
+    loader.num_workers = 1000
+    loader.check_worker_number_rationality()
 
 
 def test_too_many_workers_warn_again_at_iter_unless_persistent() -> None:

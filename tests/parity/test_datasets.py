@@ -42,7 +42,7 @@ from tests.parity.data import (
     WithoutByList,
     as_is,
 )
-from tests.parity.ways import BOTH, SOME, THREE, WAYS, Case, compared, tried
+from tests.parity.ways import BOTH, SOME, THREE, WAYS, Case, compared, tried, with_both_classes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -149,12 +149,6 @@ test_a_map_style_dataset_can_be = tried(
 )
 
 
-def test_an_empty_dataset_cannot_be_shuffled() -> None:
-    ours, theirs = both_outcomes(lambda cls: cls([], shuffle=True, num_workers=2))
-    assert theirs.failure is not None
-    assert ours == theirs
-
-
 class Remembering(Growing):
     """Its samples change it."""
 
@@ -249,18 +243,13 @@ def test_a_stream_without_a_call_of_len_never_warns() -> None:
     assert outcome(lambda: sum(1 for _ in loader)) == (6, None, [])
 
 
-def test_len_called_in_the_middle_of_an_epoch_counts_from_the_next() -> None:
-    def go(cls: Any) -> list[int]:
-        loader = cls(Measured(2, 4), num_workers=1, persistent_workers=True)
-        iterator = iter(loader)
-        next(iterator)
-        len(loader)
-        return [sum(1 for _ in iterator), sum(1 for _ in loader)]
-
-    ours, theirs = both_outcomes(go)
-    assert ours == theirs
-    assert theirs.value == [3, 4]
-    assert len(theirs.warned) == 2
+@with_both_classes(lambda found: (found.value, len(found.warned)) == ([3, 4], 2))
+def test_len_called_in_the_middle_of_an_epoch_counts_from_the_next(cls: Any) -> list[int]:
+    loader = cls(Measured(2, 4), num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    len(loader)
+    return [sum(1 for _ in iterator), sum(1 for _ in loader)]
 
 
 @pytest.mark.parametrize(

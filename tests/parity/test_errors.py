@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from shmloader import DataLoader
-from tests.parity.compare import Failure, outcome, run_ours, run_torch, walk
+from tests.parity.compare import Failure, both_outcomes, outcome, run_ours, run_torch, walk
 from tests.parity.data import (
     Failing,
     FailingStream,
@@ -167,12 +166,9 @@ def test_a_stop_iteration_from_a_map_style_dataset_does_not_end_the_epoch_silent
 
 
 def test_a_timeout_in_process_is_refused_as_torch_refuses_it() -> None:
-    theirs, ours = (
-        outcome(lambda kind=kind: next(iter(kind([1], timeout=5)))).failure
-        for kind in (torch.utils.data.DataLoader, DataLoader)
-    )
-    assert ours.kind is theirs.kind
-    assert ours.text.startswith(theirs.text)
+    ours, theirs = both_outcomes(lambda cls: next(iter(cls([1], timeout=5))))
+    assert ours.failure.kind is theirs.failure.kind
+    assert ours.failure.text.startswith(theirs.failure.text)
 
 
 def test_a_prefetch_factor_of_zero_is_refused_at_iter() -> None:

@@ -30,7 +30,7 @@ from tests.parity.compare import (
 )
 from tests.parity.data import Dice, Made, Squares, dice_collate, draw_some, only
 from tests.parity.objects import WHOLE, floats
-from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared
+from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared, with_both_classes
 from tests.process.support import WatchedLock, in_thread, wait_until
 
 pytestmark = [
@@ -107,19 +107,15 @@ def test_an_iterator_cannot_be_pickled(way: str) -> None:
         pickle.dumps(iterator)
 
 
-def test_the_iterator_has_what_others_read() -> None:
-    def go(cls: Any) -> list[Any]:
-        seed_everything()
-        loader = cls([1, 2, 3], num_workers=2)
-        iterator = iter(loader)
-        found = [len(iterator), iterator._base_seed, len(iterator._workers)]
-        found += [worker.is_alive() for worker in iterator._workers]
-        iterator._shutdown_workers()
-        return found
-
-    ours, theirs = both_outcomes(go)
-    assert ours == theirs
-    assert theirs.value[2:] == [2, True, True]
+@with_both_classes(lambda found: found.value[2:] == [2, True, True])
+def test_the_iterator_has_what_others_read(cls: Any) -> list[Any]:
+    seed_everything()
+    loader = cls([1, 2, 3], num_workers=2)
+    iterator = iter(loader)
+    found = [len(iterator), iterator._base_seed, len(iterator._workers)]
+    found += [worker.is_alive() for worker in iterator._workers]
+    iterator._shutdown_workers()
+    return found
 
 
 def in_threads(*functions: Callable[[], object]) -> None:

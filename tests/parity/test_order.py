@@ -9,12 +9,11 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from tests.parity.compare import Failure, both_outcomes, one_step, run_ours, walk
+from tests.parity.compare import Failure, both_outcomes, one_step, walk
 from tests.parity.data import (
     Backwards,
     Breaking,
@@ -305,13 +304,3 @@ def test_a_failing_sampler_raises_its_own_error(good: int) -> None:
 
     for way in BOTH:
         failures(way)
-
-
-def test_samplers_given_are_kept_by_identity() -> None:
-    sampler = SequentialSampler(Squares())
-    batch_sampler = BatchSampler(sampler, 3, False)
-    assert run_ours(lambda: over(sampler=sampler), lambda loader: loader.sampler) is sampler
-    run = run_ours(
-        lambda: by_batches(batch_sampler), lambda one: (one.batch_sampler, one._index_sampler)
-    )
-    assert run[0] is run[1] is batch_sampler
