@@ -28,14 +28,9 @@ _MISSING = -1
 
 def names_digest(shards: Sequence[str]) -> str:
     """Return a text that depends on the order and the names of shards, without their folder."""
-    text, folder = "\0".join(["", *shards]), "\0"
-    # The folder of the first and the last one is mostly that of all, and is found at once.
-    for some in ([*shards[:1], *shards[-1:]], list(shards)):
-        prefix = os.path.commonprefix(some)  # noqa: RUF071 - cut at a slash
-        folder = "\0" + prefix[: prefix.rfind("/") + 1]
-        if text.count(folder) == len(shards):
-            break
-    return digest(text.replace(folder, "\0"))
+    prefix = os.path.commonprefix(list(shards))  # noqa: RUF071 - cut at a slash
+    folder = "\0" + prefix[: prefix.rfind("/") + 1]
+    return digest("\0".join(["", *shards]).replace(folder, "\0"))
 
 
 def sizes_digest(groups: Iterable[Sequence[str]]) -> str:

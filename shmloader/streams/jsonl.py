@@ -1,5 +1,6 @@
 """JSON Lines shards: a record a line. An index has where each line begins."""
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,10 +49,7 @@ class JsonlFormat(IndexedFormat):
 
 def _record(path: str, number: int, line: bytes) -> Any:
     try:
-        try:
-            return _decode(str(line, "utf-8"))
-        except ValueError:
-            return _decode(str(line, "utf-8-sig"))  # after a byte order mark
+        return _decode(str(line.removeprefix(codecs.BOM_UTF8), "utf-8"))
     except (ValueError, RecursionError) as error:
         raise unreadable(path, f"it is no JSON ({error})", number) from error
 

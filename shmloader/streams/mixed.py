@@ -8,7 +8,10 @@ If all readers began alike, they would draw from a rare source at the same time.
 begins as if some records had been drawn before, a different number of them.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from shmloader.streams.stages import Item, Key, Length, Run, Stage, State, generator
@@ -61,16 +64,11 @@ class Mixed(Stage):
             raise StopIteration
         if self._count >= self._until:
             self._find_weights()
-        while True:
-            at = self._choose()
-            try:
-                item: Item = next(self._sources[at])
-                break
-            except StopIteration:
-                if self._stops_first:
-                    raise
-                self._ended[at] = True
-                self._find_weights()
+        while (item := next(self._sources[at := self._choose()], None)) is None:
+            if self._stops_first:
+                raise StopIteration
+            self._ended[at] = True
+            self._find_weights()
         item, length = ((at, *item[0]), item[1]), 1
         if self._length is not None:
             item, length = self.measure(item, self._measured)
@@ -82,14 +80,10 @@ class Mixed(Stage):
 
     def _find_weights(self) -> None:
         """Find the weights of the next record, and the number of the record when they change."""
-        weights, self._until = self._phases[0][1], float("inf")
-        for first, given in self._phases:
-            if first > self._count:
-                self._until = first
-                break
-            weights = given
-        pairs = enumerate(zip(weights, self._ended, strict=True))
-        left = [(at, weight) for at, (weight, ended) in pairs if weight and not ended]
+        phase = bisect_right(self._phases, self._count, key=itemgetter(0))
+        self._until = self._phases[phase][0] if phase < len(self._phases) else math.inf
+        pairs = zip(self._phases[phase - 1][1], self._ended, strict=True)
+        left = [(at, weight) for at, (weight, ended) in enumerate(pairs) if weight and not ended]
         # Shares of what is drawn of the sources that are left.
         total = sum(weight for _, weight in left)
         self._shares = [(at, weight * _WHOLE // total) for at, weight in left]

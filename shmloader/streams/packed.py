@@ -67,11 +67,8 @@ class Packed(Window):
     def _make(self) -> tuple[list[Group] | None, State]:
         items, lengths = self._items, self._lengths
         known, below, total = len(items), self.source.state(), sum(lengths)
-        is_end = False
-        while len(items) < self._count or total < self._max_tokens:
-            item = next(self.source, None)
-            if item is None:
-                is_end = True
+        while is_short := len(items) < self._count or total < self._max_tokens:
+            if (item := next(self.source, None)) is None:
                 break
             item, length = self.measure(item, self._fitted)
             items.append(item)
@@ -79,7 +76,7 @@ class Packed(Window):
             total += length
         if not items:
             return None, ()
-        packing, count = self._pack(np.array(lengths, np.int64), is_end)
+        packing, count = self._pack(np.array(lengths, np.int64), is_end=is_short)
         packs = [
             [items[row] for row in np.sort(packing.order[first:end]).tolist()]
             for first, end in zip(packing.starts.tolist(), packing.ends.tolist(), strict=True)
@@ -90,7 +87,7 @@ class Packed(Window):
             return packs, (skipped + count, below)
         return packs, (count - known, below)
 
-    def _pack(self, lengths: Numbers, is_end: bool) -> tuple[Packing, int]:
+    def _pack(self, lengths: Numbers, *, is_end: bool) -> tuple[Packing, int]:
         """Return packs of the first records, and how many these are: all at the end."""
         count = len(lengths)
         if not is_end:

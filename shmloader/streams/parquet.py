@@ -3,7 +3,6 @@
 No index is needed: the files themselves say how many rows each part of them has.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -99,25 +98,16 @@ def _values(column: Any) -> Iterable[Any]:
     import pyarrow.types as kinds  # noqa: PLC0415 - an extra
 
     kind = column.type
-    is_fixed = kinds.is_fixed_size_list(kind)
     if (
-        not (is_fixed or kinds.is_list(kind) or kinds.is_large_list(kind))
+        not (kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind))
         or not (kinds.is_integer(kind.value_type) or kinds.is_floating(kind.value_type))
         or column.values.null_count
     ):
         rows: list[Any] = column.to_pylist()
         return rows
-    if is_fixed:
-        bounds = [kind.list_size * (column.offset + row) for row in range(len(column) + 1)]
-    else:
-        bounds = column.offsets.to_pylist()
-    array, pairs = column.values.to_numpy(), itertools.pairwise(bounds)
     # Copied when its record is made, so that it is in the processor's cache when it is used.
-    copies = (array[begin:end].copy() for begin, end in pairs)
-    if not column.null_count:
-        return copies
-    are_null = column.is_null().to_pylist()
-    return (None if is_null else row for row, is_null in zip(copies, are_null, strict=True))
+    arrays = column.to_numpy(zero_copy_only=False)
+    return (None if array is None else array.copy() for array in arrays)
 
 
 #: The format of Parquet shards.

@@ -141,9 +141,7 @@ class Reader:
     def _read(self, count: int) -> bool:
         """Read so many batches ahead; return whether there is one."""
         while len(self._ahead) < count and not self._is_all:
-            try:
-                group = next(self._groups)
-            except StopIteration:
+            if (group := next(self._groups, None)) is None:
                 self._is_all = True
             else:
                 self._ahead.append((group, self._groups.state()))

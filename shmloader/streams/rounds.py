@@ -11,8 +11,10 @@ reader has, which is found out only by reading. So the order is known as far as 
 :class:`Facts` has what is known of each.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Self
 
 from shmloader.streams.reader import Found
@@ -54,10 +56,7 @@ class Facts:
 
     def before(self, number: int) -> tuple[int, State | None]:
         """Return the last position that is not beyond a batch."""
-        at = len(self.positions) - 1
-        while self.positions[at][0] > number:
-            at -= 1
-        return self.positions[at]
+        return self.positions[bisect_right(self.positions, number, key=itemgetter(0)) - 1]
 
     def forget(self, number: int) -> None:
         """Forget positions that no batch from this number on needs."""

@@ -117,17 +117,13 @@ class Rolling(Stage):
     def __init__(self, source: Stage, run: Run, count: int, seed: int) -> None:
         super().__init__(source, run)
         self._count, self._seed = count, seed
-        self._yielded, self._is_over = 0, False
-        self._items: list[Item] = []
+        self._yielded, self._items = 0, list[Item]()
         self._block, self._numbers = -1, list[int]()
 
     def __next__(self) -> Item:
         items = self._items
-        while len(items) < self._count and not self._is_over:
-            try:
-                items.append(next(self.source))
-            except StopIteration:
-                self._is_over = True
+        while len(items) < self._count and (item := next(self.source, None)) is not None:
+            items.append(item)
         if not items:
             raise StopIteration
         # The last record goes to the place, and the next one of the source to the end.
@@ -158,7 +154,6 @@ class Rolling(Stage):
         keys = unpack_keys(packed)
         found = dict(self.source.again(keys))
         self._items = [(key, found[key]) for key in keys]
-        self._is_over = False
 
 
 def pack_keys(keys: Sequence[Key]) -> str:

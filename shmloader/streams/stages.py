@@ -212,33 +212,26 @@ class Mapped(Stage):
         return item[0], self.run.guard.call(self._function, item, self)
 
 
-class Filtered(Stage):
-    """Yields the records for which a function is true."""
+class Filtered(Mapped):
+    """Yields the records for which a function is true.
+
+    What is mapped is whether a record is kept: True, False, or a Failed if that is not known.
+    """
 
     def __init__(self, source: Stage, run: Run, function: Callable[[Any], Any]) -> None:
-        super().__init__(source, run)
-        self._function = function
+        super().__init__(source, run, lambda record: bool(function(record)))
 
     def __next__(self) -> Item:
-        for item in self.source:
-            kept = self._keeps(item)
-            if kept:
-                return item if kept is True else (item[0], kept)
-        raise StopIteration
+        while True:
+            item: Item = next(self.source)
+            kept = self.apply(item)
+            if kept[1]:
+                return item if kept[1] is True else kept
 
     def again(self, keys: Sequence[Key]) -> list[Item]:
         """Call the function again, which may fail for a record."""
-        found = [(item, self._keeps(item)) for item in self.source.again(keys)]
-        return [item if kept is True else (item[0], kept) for item, kept in found]
-
-    def _keeps(self, item: Item) -> Any:
-        """Return whether a record is kept; a Failed if that is not known."""
-        if type(item[1]) is Failed:
-            return True
-        return self.run.guard.call(self._is_true, item, self)
-
-    def _is_true(self, record: Any) -> bool:
-        return bool(self._function(record))
+        found = [(item, self.apply(item)) for item in self.source.again(keys)]
+        return [item if kept[1] is True else kept for item, kept in found]
 
 
 class Taken(Stage):
@@ -292,17 +285,13 @@ class Repeated(Stage):
         if run.turn:  # the first pass has another number
             self._go_to(0)
 
-    def __next__(self) -> Item:
-        while True:
-            try:
-                item: Item = next(self.source)
-            except StopIteration:
-                if self._is_empty:
-                    raise
-                self._go_to(self._turn + 1)
-            else:
-                self._is_empty = False
-                return item
+    def __next__(self) -> Any:
+        while (item := next(self.source, None)) is None:
+            if self._is_empty:
+                raise StopIteration
+            self._go_to(self._turn + 1)
+        self._is_empty = False
+        return item
 
     def _go_to(self, turn: int) -> None:
         self._turn, self._is_empty = turn, True

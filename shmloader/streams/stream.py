@@ -5,6 +5,7 @@ workers, which begin readers from it (:mod:`shmloader.streams.reader`).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Self
 
@@ -209,16 +210,10 @@ class Stream(IterableDataset[Any]):
             from shmloader.collate import Pack  # noqa: PLC0415 - only a stream of tokens needs it
 
             collate = Pack()
-        return self._grouped(
-            collate,
-            "pack",
-            Packed,
-            whole_number(window, "window", minimum=1),
-            self.seed,
-            whole_number(max_tokens, "max_tokens", minimum=1),
-            length or token_count,
-            too_long,
-        )
+        window = whole_number(window, "window", minimum=1)
+        max_tokens = whole_number(max_tokens, "max_tokens", minimum=1)
+        limits = max_tokens, length or token_count, too_long
+        return self._grouped(collate, "pack", Packed, window, self.seed, *limits)
 
     def _grouped(self, collate: Callable[..., Any], name: str, kind: Any, *arguments: Any) -> Self:
         _check_callable(collate)
@@ -264,13 +259,9 @@ class Stream(IterableDataset[Any]):
     def begin(self, run: Run) -> Reader:
         """Return a reader of an epoch, at its beginning."""
         group = self._group or Step(len(self._steps) + 1, "", Grouped, (1, False))
-        steps, late = list(self._steps), list[Step]()
-        for step in self._steps[::-1] if group.kind is Grouped else ():
-            if step.kind is Mapped:
-                late.insert(0, step)
-                steps.remove(step)
-            elif step.kind not in _BLIND:
-                break
+        blind = itertools.takewhile(lambda step: step.kind in _BLIND, self._steps[::-1])
+        late = [step for step in blind if step.kind is Mapped and group.kind is Grouped][::-1]
+        steps = [step for step in self._steps if step not in late]
         return Reader(functools.partial(self.stage, steps=(*steps, group)), late, run)
 
     def record_counts(self, epoch: int) -> list[int]:
