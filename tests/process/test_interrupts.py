@@ -1,9 +1,14 @@
-"""What a signal handler raises in the midst of ``next()`` loses nothing, or closes and says so."""
+"""What a signal handler raises in the midst of ``next()`` loses nothing, or closes and says so.
+
+That is so for loaders and for pipelines. And a signal is heard at once.
+"""
 
 from __future__ import annotations
 
+import _thread
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -15,12 +20,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import ClosedLoaderError, DataLoader
+from shmloader import ClosedLoaderError, DataLoader, PipelineBuilder
 from tests.late import switched_on, to_host
-from tests.process.bytecodes import KINDS, Preempted, interrupt
-from tests.process.support import Calls, Gate, in_thread, stack_of, wait_until
+from tests.process.bytecodes import KINDS, Outcome, Preempted, interrupt
+from tests.process.support import Calls, Gate, in_thread, only, stack_of, wait_until
 
 BATCHES = 5
+#: Of a pipeline.
+ITEMS = 8
+SOON_S = 20.0
 
 
 class Numbers(Dataset):
@@ -131,11 +139,46 @@ MODES = {
     "workers, device": Mode({**WORKERS, "device": "late"}, around=on_the_device, stride=163),
 }
 
-#: Which call is interrupted: one that gives a batch, or the one at the end of the epoch.
-CALLS = ("batch", "end")
+#: Which call is interrupted: one that gives a batch or an item, or the one at the epoch's end.
+CALLS = ("next", "end")
 
 
-def try_at(
+def rest_of(
+    batches: Any, read: Callable[[Any], Any], outcome: Outcome, kind: type[BaseException]
+) -> list[Any] | None:
+    """Return what an iterator gives after an interruption; None if it is closed, and says why."""
+    assert outcome.has_arrived(kind), f"{outcome.where}: {outcome}"
+    try:
+        return [read(batch) for batch in batches]
+    except ClosedLoaderError as error:
+        why = str(error)
+        assert kind.__name__ in why or "did not finish" in why, f"{outcome.where}: {why}"
+        return None
+
+
+def try_all(try_at: Callable[[str, int, Any], str | None], stride: int) -> None:
+    """Interrupt each call by each kind of exception, at one of so many instructions.
+
+    Args:
+        try_at: Raises at the nth instruction of a call. It returns what became of the iterator, or
+            None if the call has fewer instructions.
+        stride: Of how many instructions one is tried, where not all are.
+    """
+    if os.environ.get("SHMLOADER_TEST_ALL") == "1":
+        stride = 1
+    became: collections.Counter[str] = collections.Counter()
+    # Where not all are tried, each call and kind has others.
+    for begin, (call, kind) in enumerate(itertools.product(CALLS, KINDS)):
+        for nth in itertools.count(1 + begin * stride // 4, stride):
+            what = try_at(call, nth, kind)
+            if what is None:
+                break
+            became[what] += 1
+    assert became["goes on"] > 1
+    assert became["is closed"] > 1
+
+
+def try_loader(
     mode: Mode,
     to_host: Callable[[Any], Any],
     everything: list[list[int]],
@@ -143,34 +186,19 @@ def try_at(
     nth: int,
     kind: type[BaseException],
 ) -> str | None:
-    """Raise at the nth instruction of a call of ``next()``.
-
-    Returns:
-        What became of the iterator; None if the call has fewer instructions.
-    """
-
     def read(batch: Any) -> list[int]:
         return to_host(batch).tolist()
 
     loader = mode.make()
     try:
         batches = iter(loader)
-        given = [read(next(batches)) for _ in range(2 if call == "batch" else len(everything))]
+        given = [read(next(batches)) for _ in range(2 if call == "next" else len(everything))]
         outcome = interrupt(batches.__next__, nth, kind)
         if outcome.where is None:
             return None
-        assert outcome.has_arrived(kind), f"{outcome.where}: {outcome}"
         state = loader.state_dict()
-        became, rest = "goes on", []
-        try:
-            rest = [read(batch) for batch in batches]
-        except ClosedLoaderError as error:
-            became, why = "is closed", str(error)
-        if became == "is closed":
-            assert rest == []
-            says_why = kind.__name__ in why or "did not finish" in why
-            assert says_why, f"{outcome.where}: {why}"
-        else:
+        rest = rest_of(batches, read, outcome, kind)
+        if rest is not None:
             found = mode.in_order(given + rest)
             assert found == everything, f"{outcome.where}: gave {found}"
     finally:
@@ -184,28 +212,82 @@ def try_at(
         again = [sorted(itertools.chain.from_iterable(again))]
     found = mode.in_order(given + again)
     assert found == everything, f"{outcome.where}: the state gave {found}"
-    return became
+    return "is closed" if rest is None else "goes on"
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.timeout(600)  # as many loaders as instructions are tried
 @pytest.mark.parametrize("name", MODES)
 def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_closes(name) -> None:
-    mode, tries_all = MODES[name], os.environ.get("SHMLOADER_TEST_ALL") == "1"
-    became = collections.Counter()
+    mode = MODES[name]
     with mode.around() as to_host:
         with mode.make() as loader:
             everything = mode.in_order([to_host(batch).tolist() for batch in loader])
-        # Where not all are tried, each call and kind has others.
-        for begin, (call, kind) in enumerate(itertools.product(CALLS, KINDS)):
-            stride = 1 if tries_all else mode.stride
-            for nth in itertools.count(1 + begin * stride // 4, stride):
-                what = try_at(mode, to_host, everything, call, nth, kind)
-                if what is None:
-                    break
-                became[what] += 1
-    assert became["goes on"] > 1
-    assert became["is closed"] > 1
+        try_all(functools.partial(try_loader, mode, to_host, everything), mode.stride)
+
+
+def double(item: int) -> int:
+    return 2 * item
+
+
+async def double_soon(item: int) -> int:
+    return 2 * item
+
+
+def tensor(item: int) -> torch.Tensor:
+    return torch.tensor(2 * item)
+
+
+#: For each kind of pipeline: what it needs, its stages, and of how many instructions one is tried.
+PIPELINES: dict[str, tuple[Any, Callable[[PipelineBuilder], Any], int]] = {
+    "threads": (on_the_host, lambda builder: builder.pipe(double, concurrency=2), 29),
+    "loop": (on_the_host, lambda builder: builder.pipe(double_soon, concurrency=2), 31),
+    "processes": (on_the_host, lambda builder: builder.pipe(double, executor="process"), 151),
+    "device": (on_the_device, lambda builder: builder.pipe(tensor).transfer("late"), 41),
+}
+
+
+def try_pipeline(
+    build: Callable[[], Any], to_host: Callable[[Any], Any], call: str, nth: int, kind: Any
+) -> str | None:
+    """The interruption does not hang the pipeline or its next epoch, either."""
+
+    def read(item: Any) -> int:
+        return int(to_host(item))
+
+    pipeline = build()
+    everything = [2 * number for number in range(ITEMS)]
+    with contextlib.ExitStack() as stack:
+        if call == "next":
+            stack.enter_context(pipeline.auto_stop())
+        else:  # what the iterator starts, it stops, at the end
+            stack.callback(pipeline.stop)
+        items = iter(pipeline)
+        given = [read(next(items)) for _ in range(2 if call == "next" else ITEMS)]
+        outcome = interrupt(items.__next__, nth, kind)
+        if outcome.where is None:
+            return None
+        rest = rest_of(items, read, outcome, kind)
+        if rest is not None:
+            assert sorted(given + rest) == everything, f"{outcome.where}: gave {given + rest}"
+        again = [read(item) for item in pipeline]
+        assert sorted(again) == everything, f"{outcome.where}: then gave {again}"
+    return "is closed" if rest is None else "goes on"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
+def test_what_a_handler_raises_at_any_instruction_of_a_pipeline_s_next_loses_nothing_or_closes(
+    name,
+) -> None:
+    around, add_stages, stride = PIPELINES[name]
+
+    def build() -> Any:
+        builder = add_stages(PipelineBuilder().add_source(range(ITEMS)))
+        return builder.add_sink(1).build(num_threads=2, timeout=SOON_S)
+
+    with around() as to_host:
+        try_all(functools.partial(try_pipeline, build, to_host), stride)
 
 
 @contextlib.contextmanager
@@ -309,3 +391,84 @@ def test_a_second_thread_in_next_is_told_and_the_first_goes_on(options) -> None:
             gate.open(4)
         found.extend(batches)
     assert found == [0, 1, 2, 3]
+
+
+class Unheard:
+    """A poll object or a queue; a signal is there, unheard, when its next wait begins.
+
+    Python last looked for signals before that wait.
+    """
+
+    def __init__(self, inner, *names: str) -> None:
+        self._inner = inner
+        self._names = names
+        self.is_due = True
+
+    def __getattr__(self, name: str):
+        function = getattr(self._inner, name)
+        if name not in self._names or not self.is_due:
+            return function
+        return functools.partial(self._wait, function)
+
+    def _wait(self, function, *args, **kwargs):
+        if args == (0,):  # a look, which does not wait
+            return function(*args)
+        self.is_due = False
+        calls = (
+            functools.partial(_thread.interrupt_main, signal.SIGUSR1),
+            functools.partial(function, *args, **kwargs),
+        )
+        # No instruction of Python's comes between the two.
+        _, result = map(functools.partial.__call__, calls)
+        return result
+
+
+def processes(batches) -> Unheard:
+    workers = batches._pool
+    workers._poll = unheard = Unheard(workers._poll, "poll")
+    return unheard
+
+
+def threads(batches) -> Unheard:
+    return silence(batches._engine._pool.wakeup)
+
+
+def results(batches) -> Unheard:
+    return silence(batches._source.owner.thread.has_item)
+
+
+def silence(wakeup) -> Unheard:
+    wakeup.wait(0)  # it may have been set for a batch taken before
+    wakeup._tokens = unheard = Unheard(wakeup._tokens, "get")
+    return unheard
+
+
+WAITS = {
+    "processes": (processes, {}),
+    "threads": (threads, {"thread_pool": True}),
+    "stage": (results, {"device": "late"}),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_signal_is_heard_though_it_comes_as_the_wait_begins(kind, late) -> None:
+    """It used to be heard when the next batch came, which may take for ever."""
+    attach, options = WAITS[kind]
+    gate = Gate()
+
+    def sample(index: int) -> int:
+        if index >= 2:
+            gate.pass_through()
+        return index
+
+    loader = DataLoader(Calls(sample, 4), num_workers=1, collate_fn=only, **options)
+    with loader, handler_that_raises(KeyboardInterrupt):
+        batches = iter(loader)
+        assert [next(batches), next(batches)] == [0, 1]
+        unheard = attach(batches)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert not unheard.is_due
+        gate.open(2)
+        assert list(batches) == [2, 3]
