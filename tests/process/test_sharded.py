@@ -1,11 +1,15 @@
-"""ShardedDataLoader with real workers: ranks, batches, tails."""
+"""ShardedDataLoader: ranks, also those of processes that are launched later; batches, tails."""
 
+import copy
 import dataclasses
-import functools
+import itertools
+import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
+import torch.multiprocessing
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -18,21 +22,12 @@ from shmloader.loader import resumable
 from shmloader.loader.options import OPTIONS
 from shmloader.sampling import ShardedSampler
 from tests.parity.compare import assert_same
-from tests.process.support import Calls, Gate, Streams, wait_until
+from tests.process.support import Calls, Streams
 
-# Elements of int32 in a sample: above 64 KiB, so that a batch is lent, not copied out.
-LENGTH = 17_000
+pytestmark = pytest.mark.timeout(120)
 
-
-def sample(index: int) -> tuple[torch.Tensor, int]:
-    return torch.full((LENGTH,), index, dtype=torch.int32), index
-
-
-def numbers(batch: Any) -> list[int]:
-    images, labels = batch
-    assert images.shape == (len(labels), LENGTH)
-    assert bool((images == labels[:, None]).all())
-    return labels.tolist()
+# Samples of a loader that is made before the processes are launched.
+LENGTH = 22
 
 
 def values(loader: Any) -> list[Any]:
@@ -46,25 +41,6 @@ def test_batches_are_what_collate_makes_of_each_index_list(workers) -> None:
     plan = [[3, 1], [7, 8, 9], [4, 4, 4], [0], [19, 18, 5]]
     seen = list(ShardedDataLoader(dataset, batch_sampler=plan, num_workers=workers))
     assert_same(seen, [default_collate([dataset[index] for index in batch]) for batch in plan])
-
-
-def test_one_rank_is_the_plain_loader() -> None:
-    dataset = Calls(sample, 23)
-    plain = DataLoader(dataset, 4, num_workers=2)
-    loader = ShardedDataLoader(dataset, 4, num_workers=2, last_batch="keep")
-    assert list(map(numbers, loader)) == list(map(numbers, plain))
-    assert len(loader) == len(plain)
-    assert isinstance(loader, torch.utils.data.DataLoader)
-
-
-def test_threads_make_the_same_batches() -> None:
-    options: dict[str, Any] = {"shuffle": True, "rank": 1, "world_size": 2}
-    expected = list(map(numbers, ShardedDataLoader(Calls(sample, 40), 3, **options)))
-    loader = ShardedDataLoader(
-        Calls(sample, 40), 3, num_workers=3, prefetch_factor=1, thread_pool=True, **options
-    )
-    assert loader.thread_pool is True
-    assert list(map(numbers, loader)) == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -148,36 +124,6 @@ def test_keep_and_discard_are_what_they_say() -> None:
         assert len(loader) == len(loader.batch_sampler) == 2
 
 
-def test_prefetch_factor_decides_the_number_of_steps_in_flight() -> None:
-    gate = Gate()
-
-    def tell(index: int) -> int:
-        gate.open()
-        return index
-
-    for factor, workers in ((1, 2), (3, 2), (None, 3)):
-        loader = ShardedDataLoader(
-            Calls(tell, 20), 1, num_workers=workers, prefetch_factor=factor, last_batch="discard"
-        )
-        steps = iter(loader)
-        count = (factor or 2) * workers
-        for _ in range(count):
-            gate.wait_until_open()
-        wait_until(functools.partial(idle, steps))
-        with pytest.raises(AssertionError):
-            gate.wait_until_open(0)
-        assert values(steps) == [[n] for n in range(20)]
-        for _ in range(20 - count):
-            gate.wait_until_open()
-
-
-def idle(steps: Any) -> bool:
-    from shmloader.pools.status_page import Phase
-
-    count = len(steps._workers)
-    return all(steps._pool.was_at(worker).phase is Phase.IDLE for worker in range(count))
-
-
 def failing_at(*bad: int) -> Calls:
     def sample(index: int) -> int:
         if index in bad:
@@ -187,12 +133,9 @@ def failing_at(*bad: int) -> Calls:
     return Calls(sample, 12)
 
 
-WAYS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "way", [{}, {"num_workers": 2}, {"num_workers": 2, "thread_pool": True}], ids=str
 )
-
-
-@WAYS
 def test_a_skipped_sample_is_replaced_by_a_good_one_of_its_batch(way) -> None:
     options = {"on_error": "skip", "rank": 0, "world_size": 2, **way}
     loader = ShardedDataLoader(failing_at(1, 6), 3, **options)
@@ -281,3 +224,122 @@ def test_where_torchs_workers_have_to_do_our_own_arguments_are_refused(
     plain = DataLoader(torch.arange(8), 2, num_workers=1, device="cpu")  # asks for no copy
     with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
         assert values(plain) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def make(**options: Any) -> ShardedDataLoader[Any]:
+    return ShardedDataLoader(torch.arange(LENGTH), 4, shuffle=True, **options)
+
+
+def launch(monkeypatch, rank, world_size) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, str(value))
+
+
+def test_where_only_the_world_size_is_known_a_loader_waits_for_its_rank(monkeypatch) -> None:
+    launch(monkeypatch, None, 2)
+    loader = make()
+    assert (loader.rank, loader.world_size, loader.epoch) == (None, None, 0)
+    assert "ShardedDataLoader" in repr(loader)
+    loader.set_epoch(3)
+    pickled = pickle.dumps(loader)
+    state = make(rank=0, world_size=2).state_dict()
+    for use in (
+        len,
+        iter,
+        lambda loader: loader.state_dict(),
+        lambda loader: loader.load_state_dict(state),
+        lambda loader: list(loader.sampler),
+        lambda loader: len(loader.batch_sampler),
+    ):
+        with pytest.raises(ValueError, match="RANK and WORLD_SIZE should be set both"):
+            use(loader)
+    launch(monkeypatch, 1, 2)
+    expected = make(rank=1, world_size=2)
+    expected.set_epoch(3)
+    batches = values(expected)
+    for launched in (loader, pickle.loads(pickled), copy.copy(loader), copy.deepcopy(loader)):
+        assert (launched.rank, launched.world_size) == (1, 2)
+        assert launched.epoch == 3
+        assert len(launched) == len(batches)
+        assert values(launched) == batches
+
+
+def test_the_first_epoch_settles_the_ranks(monkeypatch) -> None:
+    launch(monkeypatch, None, None)
+    loader = make()
+    assert (loader.rank, loader.world_size, len(loader)) == (0, 1, 6)
+    launch(monkeypatch, 2, 3)
+    assert (loader.rank, loader.world_size, len(loader)) == (2, 3, 2)
+    state = loader.state_dict()
+    first = values(loader)
+    assert first == values(make(rank=2, world_size=3))
+    launch(monkeypatch, None, None)
+    assert (loader.rank, loader.world_size, len(loader)) == (2, 3, 2)
+    loader.load_state_dict(state)
+    assert values(loader) == first
+    copied = pickle.loads(pickle.dumps(loader))
+    assert (copied.rank, copied.world_size) == (2, 3)
+
+
+def test_given_ranks_are_those_of_the_arguments_whatever_the_environment_says(monkeypatch) -> None:
+    launch(monkeypatch, 1, 4)
+    loader = make(rank=0, world_size=2)
+    assert (loader.rank, loader.world_size) == (0, 2)
+    assert vars(loader)["rank"] == 0
+    assert vars(make())["rank"] is None  # the argument
+    with pytest.raises(ValueError, match="both or not at all"):
+        make(rank=1)
+
+
+def test_a_generator_is_refused_when_several_ranks_are_found(monkeypatch) -> None:
+    launch(monkeypatch, None, None)
+    loader = make(generator=torch.Generator())
+    launch(monkeypatch, 0, 2)
+    with pytest.raises(ValueError, match="generator cannot be given for more than one rank"):
+        iter(loader)
+
+
+def serve(rank, loader, queue) -> None:
+    """A rank of a group that exchanges nothing: the loader asks it only for the ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    queue.put((rank, len(loader), values(loader), loader.rank, loader.world_size))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_loader_that_is_sent_to_processes_of_a_group_has_their_ranks(monkeypatch) -> None:
+    launch(monkeypatch, None, None)
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=serve, args=(rank, make(), queue)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted(queue.get(timeout=90) for _ in processes)
+    for process in processes:
+        process.join(30)
+    queue.close()
+    queue.join_thvalues()
+    for rank in range(2):
+        expected = values(make(rank=rank, world_size=2))
+        assert found[rank] == (rank, len(expected), expected, rank, 2)
+
+
+@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_samplers_are_what_each_rank_delivers(world_size, last_batch) -> None:
+    for rank in range(world_size):
+        loader = ShardedDataLoader(
+            torch.arange(LENGTH), 3, shuffle=True, rank=rank, world_size=world_size,
+            last_batch=last_batch,
+        )  # fmt: skip
+        for _ in range(3):
+            indices, batches = list(loader.sampler), list(loader.batch_sampler)
+            assert len(loader.sampler) == len(indices)
+            assert len(loader.batch_sampler) == len(batches)
+            assert values(loader) == batches
+            assert [*itertools.chain(*batches)] == indices
