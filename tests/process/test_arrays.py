@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import shmloader
@@ -29,6 +29,7 @@ from tests.parity.compare import (
     run_both,
     run_ours,
 )
+from tests.process.support import Calls
 
 LENGTH = 23
 ROWS = np.arange(LENGTH * 6, dtype=np.float32).reshape(LENGTH, 2, 3)
@@ -164,11 +165,6 @@ class OwnArray(np.ndarray):
         return np.asarray(self)[index] * 2
 
 
-class ByList(Dataset):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
-
-
 def with_getitems() -> TensorDataset:
     dataset = TensorDataset(torch.arange(LENGTH))
     dataset.__getitems__ = lambda indices: [torch.tensor(0) for _ in indices]
@@ -181,7 +177,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "an array of a subclass": lambda: np.arange(LENGTH).view(OwnArray),
     "a subclass below a subset": lambda: Subset(Own(torch.arange(LENGTH)), range(LENGTH)),
     "methods of its own": with_getitems,
-    "a dataset of one's own": ByList,
+    "a dataset of one's own": lambda: Calls(torch.tensor, LENGTH),
     "side by side with one": lambda: StackDataset(TensorDataset(torch.arange(LENGTH)), ROWS),
     "texts": lambda: np.array(["a", "b"] * LENGTH),
     "bools as indices": lambda: Subset(ROWS, [True] * 20),
@@ -459,10 +455,11 @@ def test_channels_that_are_last_stay_so_in_the_main_process(shape, is_last, wher
     assert is_last or sorted(gathered) == [1, 2]
 
 
-def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, gathered):
-    def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
-        return torch.stack(samples) * 2
+def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    return torch.stack(samples) * 2
 
+
+def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, gathered):
     loader = shmloader.DataLoader(torch.arange(4), 2)
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, doubled)
     assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
@@ -471,9 +468,6 @@ def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, 
 
 
 def doubling_in_collate(worker_id: int) -> None:
-    def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
-        return torch.stack(samples) * 2
-
     default_collate_fn_map[torch.Tensor] = doubled
 
 
@@ -491,17 +485,19 @@ def change(worker_id: int) -> None:
     info.dataset.tensors = (info.dataset.tensors[0] * 0 + worker_id,)
 
 
-def negated(samples: list[Any]) -> Any:
-    return [-sample[0] for sample in samples]
-
-
 def test_where_more_is_asked_of_a_worker_it_is_done():
     rows = torch.arange(8)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "fork"}
     loader = shmloader.DataLoader
     by_worker = list(loader(TensorDataset(rows), worker_init_fn=change, **options))
     assert [batch.tolist() for (batch,) in by_worker] == [[0] * 4, [1] * 4]
-    own = list(loader(TensorDataset(rows), collate_fn=negated, **options))
+    own = list(
+        loader(
+            TensorDataset(rows),
+            collate_fn=lambda samples: [-sample[0] for sample in samples],
+            **options,
+        )
+    )
     assert [int(sample) for batch in own for sample in batch] == [-n for n in range(8)]
     shuffled = loader(TensorDataset(rows), seed=3, shuffle=True, on_error="skip", **options)
     expected = loader(TensorDataset(rows), seed=3, shuffle=True, batch_size=4)

@@ -1,7 +1,5 @@
 """Ends that the user makes: break, del, close, with, exhaustion; and what remains (I8)."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,22 +1,27 @@
 """Map-style datasets with a state of their own: one state for each worker, as torchdata has it."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset, get_worker_info
 
 from shmloader import DataLoader
-from tests.process.support import Deaths
+from tests.process.support import Deaths, Numbers
 
 LENGTH = 24
 
 
 class Counting(Dataset):
-    """Gives with each index how many samples this copy of it has given before."""
+    """Gives with each index how many samples this copy of it has given before.
 
-    def __init__(self) -> None:
+    It calls a function with each index, once it has counted the sample.
+    """
+
+    def __init__(self, then: Callable[[int], object] = id) -> None:
         self.count = 0
+        self.then = then
 
     def __len__(self) -> int:
         return LENGTH
@@ -24,6 +29,7 @@ class Counting(Dataset):
     def __getitem__(self, index: int) -> tuple[int, int]:
         info = get_worker_info()
         self.count += 1
+        self.then(index)
         return index, self.count + 1000 * (0 if info is None else info.id)
 
     def state_dict(self) -> dict[str, int]:
@@ -121,14 +127,7 @@ def test_it_is_never_asked_where_the_user_wants_so(every, options) -> None:
 
 
 def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() -> None:
-    class Plain(Dataset):
-        def __len__(self) -> int:
-            return LENGTH
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    with make(2) as loader, make(2, Plain()) as plain:
+    with make(2) as loader, make(2, Numbers(LENGTH)) as plain:
         next(iter(loader))
         next(iter(plain))
         with pytest.raises(ValueError, match="does not contain the states of the dataset, which"):
@@ -170,54 +169,34 @@ def test_a_state_dict_that_takes_arguments_is_none_of_the_protocol(workers) -> N
 
 
 def test_a_sample_that_failed_has_changed_the_dataset_as_well() -> None:
-    class Fails(Counting):
-        def __getitem__(self, index: int) -> tuple[int, int]:
-            found = super().__getitem__(index)
-            if index == 1:
-                raise ValueError("one")
-            return found
-
-    with make(1, Fails()) as loader:
+    dataset = Counting(lambda index: 1 // (index - 1))
+    with make(1, dataset) as loader:
         iterator = iter(loader)
-        with pytest.raises(ValueError, match="one"):
+        with pytest.raises(ZeroDivisionError):
             next(iterator)
         state = loader.state_dict()
         expected = [read(batch) for batch in iterator]
-    with resumed(state, 1, dataset=Fails()) as other:
+    with resumed(state, 1, dataset=dataset) as other:
         assert [read(batch) for batch in other] == expected
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_last_batch_of_which_nothing_is_left_has_changed_the_dataset_as_well(workers) -> None:
-    class Fails(Counting):
-        def __getitem__(self, index: int) -> tuple[int, int]:
-            found = super().__getitem__(index)
-            if index >= LENGTH - 4:
-                raise ValueError
-            return found
+    def make_failing() -> Counting:
+        return Counting(lambda index: 1 // (index < LENGTH - 4))
 
     options = {"on_error": "skip", "persistent_workers": workers > 0}
-    with make(workers, Fails(), **options) as loader:
+    with make(workers, make_failing(), **options) as loader:
         assert len(list(loader)) == LENGTH // 2 - 2
         state = loader.state_dict()
         expected = [read(batch) for batch in loader]
-    with resumed(state, workers, dataset=Fails(), **options) as other:
+    with resumed(state, workers, dataset=make_failing(), **options) as other:
         assert [read(batch) for batch in other] == expected
 
 
 def test_a_worker_that_is_replaced_has_its_predecessors_state() -> None:
-    class Dies(Counting):
-        deaths: Any = None
-
-        def __getitem__(self, index: int) -> tuple[int, int]:
-            if index == 13:
-                self.deaths.come()
-            return super().__getitem__(index)
-
     def run(count: int) -> list[Any]:
-        dataset = Dies()
-        dataset.deaths = Deaths(count)
-        with make(2, dataset, worker_restarts=1) as loader:
+        with make(2, Counting(Deaths({13: count}).come), worker_restarts=1) as loader:
             return [read(batch) for batch in loader]
 
     assert run(1) == run(0)

@@ -1,7 +1,5 @@
 """Workers that die, stop or are late: told at their place in the order, or replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -27,7 +25,7 @@ import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.device.thread import CallRequest
 from shmloader.pools.status_page import Phase
-from tests.late import switched_on, to_host
+from tests.late import to_host
 from tests.process.support import (
     TOLD_S,
     Calls,
@@ -680,21 +678,14 @@ def test_a_stream_that_failed_fails_once_though_it_is_iterated_anew(failure) -> 
     """The iterator raises and goes on, which a generator cannot."""
     deaths = Deaths({5: 1})
 
-    class Numbers:
-        def __init__(self) -> None:
-            self.numbers = iter(range(8))
+    def sample(number: int) -> int:
+        deaths.come(number)
+        if number == 2:
+            raise failure
+        return number
 
-        def __iter__(self) -> Numbers:
-            return self
-
-        def __next__(self) -> int:
-            number = next(self.numbers)
-            deaths.come(number)
-            if number == 2:
-                raise failure
-            return number
-
-    loader = DataLoader(Streams(Numbers), num_workers=1, batch_size=None, worker_restarts=1)
+    stream = Streams(lambda: map(sample, range(8)))
+    loader = DataLoader(stream, num_workers=1, batch_size=None, worker_restarts=1)
     seen = outcomes(loader)
     assert "mine" in str(seen[2])
     assert [*seen[:2], *seen[3:]] == [0, 1, 3, 4, 5, 6, 7]
@@ -725,40 +716,24 @@ def test_workers_that_die_before_a_further_epoch_are_replaced(kind, which, when,
     assert contents(loader) == whole
 
 
-@contextlib.contextmanager
-def staged(stage: str) -> Iterator[dict[str, Any]]:
-    with switched_on() as device:
-        yield {"device": "late"} if stage == "device" else {"pin_memory": True}
-        assert device.count("faults") == 0
+def test_a_stage_waits_for_the_user_to_start_a_worker_or_its_epoch_is_left(kind, caplog) -> None:
+    gate, hold = Gate(), Switch(is_on=True)
 
-
-def held(gate: Gate, hold: Switch) -> Calls:
     def sample(index: int) -> torch.Tensor:
         if index == 1 and hold:
             gate.pass_through()
         return row(index)
 
-    return Calls(sample, 12)
-
-
-@pytest.mark.parametrize("stage", ["device", "pin"])
-def test_a_stage_waits_for_the_user_to_start_a_worker_or_its_epoch_is_left(stage, caplog) -> None:
-    gate, hold = Gate(), Switch(is_on=True)
-    with staged(stage) as options:
-        loader = DataLoader(
-            held(gate, hold), num_workers=2, worker_restarts=1, persistent_workers=True, **options
-        )
-        for is_left in (True, True, False):
-            hold.turn(on=True)
-            batches = iter(loader)
-            kill(pids(batches)[1])  # the stage's thread waits for its batch, the user for none
-            items = batches._source.owner.thread.items
-            wait_until(lambda i=items: any(isinstance(item, CallRequest) for item in list(i)))
-            hold.turn(on=False)
-            assert contents(iter(loader) if is_left else batches) == expected(12)
-        assert len(told(caplog)) == 3
-        del batches
-        loader.close()
-
-
-# What is left behind -----------------------------------------------------------------------
+    options = {"num_workers": 2, "worker_restarts": 1, "persistent_workers": True, **kind.options}
+    loader = DataLoader(Calls(sample, 12), **options)
+    for is_left in (True, True, False):
+        hold.turn(on=True)
+        batches = iter(loader)
+        kill(pids(batches)[1])  # the stage's thread waits for its batch, the user for none
+        items = batches._source.owner.thread.items
+        wait_until(lambda i=items: any(isinstance(item, CallRequest) for item in list(i)))
+        hold.turn(on=False)
+        assert contents(iter(loader) if is_left else batches) == expected(12)
+    assert len(told(caplog)) == 3
+    del batches
+    loader.close()

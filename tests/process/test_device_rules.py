@@ -3,10 +3,7 @@
 On the late device (`tests.late`), which counts what it is asked for.
 """
 
-from __future__ import annotations
-
 import collections
-import collections.abc
 import gc
 import itertools
 import multiprocessing
@@ -401,26 +398,10 @@ def test_a_device_that_fails_while_batches_are_ready_closes_quietly(late, slots)
     assert multiprocessing.active_children() == []
 
 
-class Box(collections.abc.MutableMapping):
+class Box(collections.UserDict):
     """A user's container; a copy of it shares what it holds."""
 
-    def __init__(self, items=()) -> None:
-        self._data = dict(items)
-
-    def __getitem__(self, key):
-        return self._data[key]
-
-    def __setitem__(self, key, value) -> None:
-        self._data[key] = value
-
-    def __delitem__(self, key) -> None:
-        del self._data[key]
-
-    def __iter__(self):
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
+    __copy__ = None
 
 
 def boxed(samples) -> Box:

@@ -1,7 +1,5 @@
 """Ranks whose datasets differ are told what differs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,28 +1,26 @@
 """``shmloader doctor MODULE:FUNCTION``, on loaders with real connections, files and locks."""
 
-from __future__ import annotations
-
 import concurrent.futures
-import contextlib
 import functools
 import json
 import socket
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import shmloader
 from shmloader.cli.doctor import is_forkable, walk
 from shmloader.cli.main import main
 from shmloader.grammar import size
+from tests.process.support import Streams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,41 +67,23 @@ def doctor(capsys, monkeypatch) -> Doctor:
 
 
 @pytest.fixture
-def opened(tmp_path: Path):
-    with contextlib.ExitStack() as stack:
-
-        def opened(kind: str) -> tuple[Any, Callable[[], object]]:
-            path = Path(__file__)
-            match kind:
-                case "sqlite3":
-                    value: Any = sqlite3.connect(tmp_path / "data.db")
-                case "file":
-                    value = path.open("rb")
-                case "socket":
-                    value, other = socket.socketpair()
-                    stack.callback(other.close)
-            stack.callback(value.close)
-            return value, value.close
-
-        yield opened
+def opened(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """What is open, by the name of its type."""
+    ours, other = socket.socketpair()
+    with ours, other, Path(__file__).open("rb") as file:
+        database = sqlite3.connect(tmp_path / "data.db")
+        yield {"sqlite3.Connection": database, "_io.BufferedReader": file, "socket.socket": ours}
+        database.close()
 
 
-KINDS = {
-    "sqlite3": "sqlite3.Connection",
-    "file": "_io.BufferedReader",
-    "socket": "socket.socket",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sqlite3.Connection", "_io.BufferedReader", "socket.socket"])
 def test_what_is_open_is_found_with_its_path_until_it_is_closed(kind, opened, doctor) -> None:
-    value, close = opened(kind)
-    dataset = Holding([None, {"at": value}])
+    dataset = Holding([None, {"at": opened[kind]}])
     (fork,) = doctor.examine(dataset)["problems"]
     assert fork["path"] == "dataset.held[1]['at']"
-    assert fork["kind"] == KINDS[kind]
+    assert fork["kind"] == kind
     assert "open or create it in the worker" in fork["remedy"]
-    close()
+    opened[kind].close()
     assert doctor.examine(dataset)["problems"] == []
 
 
@@ -140,7 +120,7 @@ def test_objects_of_other_packages_are_known_by_the_names_of_their_types(value) 
 
 
 def test_what_goes_wrong_depends_on_how_the_workers_start(opened, doctor) -> None:
-    dataset = Holding(opened("sqlite3")[0])
+    dataset = Holding(opened["sqlite3.Connection"])
 
     def problems(**options: Any) -> list[str]:
         loader = shmloader.DataLoader(dataset, 4, num_workers=2, **options)
@@ -196,9 +176,8 @@ def test_a_walk_runs_no_code_of_the_user_s() -> None:
     assert paths == ["x", "x[…]", "x[1.5]", "x[…][0]"]
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(torch.arange(8.0))
+def stream() -> Streams:
+    return Streams(lambda: iter(torch.arange(8.0)))
 
 
 @pytest.mark.parametrize(
@@ -206,9 +185,9 @@ class Stream(IterableDataset[Any]):
     [
         (lambda: torch.utils.data.DataLoader(Holding(), 4, num_workers=2), "DataLoader"),
         (lambda: shmloader.ShardedDataLoader(Holding(), 4), "ShardedDataLoader"),
-        (lambda: shmloader.DataLoader(Stream(), 4), "DataLoader"),
+        (lambda: shmloader.DataLoader(stream(), 4), "DataLoader"),
         (Holding, "Holding"),
-        (Stream, "Stream"),
+        (stream, "Streams"),
         (lambda: torch.arange(9), "Tensor"),
         (lambda: [1, 2, 3], "list"),
     ],

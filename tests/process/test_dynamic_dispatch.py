@@ -18,14 +18,10 @@ from shmloader.pools.worker import _Client
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
-def any_worker(*args, **options):
-    """A loader whose batches do not depend on the worker: each sample has random generators."""
-    return DataLoader(*args, **{"seed": 0, **options})
-
-
 def make(function, length, **options):
-    defaults = {"num_workers": 2, "prefetch_factor": 4, "collate_fn": only}
-    return any_worker(Calls(function, length), **{**defaults, **options})
+    """A loader whose batches do not depend on the worker: each sample has random generators."""
+    defaults = {"num_workers": 2, "prefetch_factor": 4, "collate_fn": only, "seed": 0}
+    return DataLoader(Calls(function, length), **{**defaults, **options})
 
 
 class Loads:
@@ -143,29 +139,18 @@ def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
         assert not in_order or seen == list(range(count))
 
 
-def dying(at, switch, gate=None):
-    """Index `at` kills its worker for as long as the switch is on."""
-
-    def sample(index):
-        if index == at and switch:
-            if gate is not None:
-                gate.pass_through()
-            os._exit(3)
-        return index
-
-    return sample
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     in_order, caplog
 ) -> None:
     switch, gate, loads = Switch(is_on=True), Gate(), Loads(20)
-    die = dying(0, switch, gate)
 
     def sample(index):
         loads.note(index)
-        return die(index)
+        if index == 0 and switch:
+            gate.pass_through()
+            os._exit(3)
+        return index
 
     loader = make(sample, 20, worker_restarts=1, in_order=in_order)
     batches = iter(loader)

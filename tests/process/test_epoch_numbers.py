@@ -1,39 +1,25 @@
 """``loader.epoch``: the epoch that is iterated, and between epochs the one that comes next."""
 
+import functools
 import itertools
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
-import shmloader
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
+from tests.process.support import Bad, Numbers, Streams
 
 LENGTH = 12
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(LENGTH))
-
-
-def plain(**options):
-    return DataLoader(torch.arange(LENGTH), 4, **options)
-
-
-def seeded(**options):
-    return DataLoader(torch.arange(LENGTH), 4, seed=1, shuffle=True, **options)
-
-
-def sharded(**options):
-    return ShardedDataLoader(torch.arange(LENGTH), 4, **options)
-
-
-def stream(**options):
-    return DataLoader(Stream(), 4, **options)
-
-
-KINDS = [plain, seeded, sharded, stream]
+ROWS = torch.arange(LENGTH)
+KINDS = {
+    "plain": functools.partial(DataLoader, ROWS, 4),
+    "seeded": functools.partial(DataLoader, ROWS, 4, seed=1, shuffle=True),
+    "sharded": functools.partial(ShardedDataLoader, ROWS, 4),
+    "stream": functools.partial(DataLoader, Streams(lambda: iter(range(LENGTH))), 4),
+}
 WAYS = {
     "in process": {},
     "workers": {"num_workers": 1},
@@ -41,10 +27,10 @@ WAYS = {
     "a thread": {"num_workers": 1, "thread_pool": True},
 }
 CELLS = [
-    pytest.param(kind, WAYS[way], id=f"{kind.__name__}, {way}")
+    pytest.param(KINDS[kind], WAYS[way], id=f"{kind}, {way}")
     for kind in KINDS
     for way in WAYS
-    if (kind, way) != (stream, "a thread")
+    if (kind, way) != ("stream", "a thread")
 ]
 
 
@@ -86,7 +72,7 @@ def test_an_epoch_that_is_left_is_over_when_its_iterator_is_dropped_or_closed(
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_an_epoch_that_is_named_while_another_is_iterated_comes_after_it(options) -> None:
-    with seeded(**options) as loader:
+    with KINDS["seeded"](**options) as loader:
         iterator = iter(loader)
         loader.set_epoch(5)
         assert loader.epoch == 0
@@ -100,14 +86,14 @@ def test_an_epoch_that_is_named_while_another_is_iterated_comes_after_it(options
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [seeded, sharded])
+@pytest.mark.parametrize("kind", ["seeded", "sharded"])
 def test_the_sampler_names_the_epoch_of_the_next_iter(kind, way) -> None:
     def read(batches):
         return [str(batch) for batch in batches]
 
-    with kind() as whole:
+    with KINDS[kind]() as whole:
         epochs = [read(whole) for _ in range(6)]
-    with kind(**WAYS[way]) as loader:
+    with KINDS[kind](**WAYS[way]) as loader:
         for before, number in itertools.pairwise((0, 4, 2)):
             iterator = iter(loader)
             loader.sampler.set_epoch(number)
@@ -125,7 +111,7 @@ def test_the_sampler_names_the_epoch_of_the_next_iter(kind, way) -> None:
 def test_a_sampler_of_the_users_names_it_too_with_a_seed(named, way) -> None:
     def make():
         sampler = DistributedSampler(range(LENGTH), 1, 0, seed=3)
-        return DataLoader(torch.arange(LENGTH), 4, sampler=sampler, seed=1, **WAYS[way])
+        return DataLoader(ROWS, 4, sampler=sampler, seed=1, **WAYS[way])
 
     with make() as whole:
         expected = [torch.cat(list(whole)).tolist()]
@@ -140,7 +126,7 @@ def test_a_sampler_of_the_users_names_it_too_with_a_seed(named, way) -> None:
         assert torch.cat(list(loader)).tolist() == expected[2]
 
 
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_an_epoch_that_is_resumed_has_its_own_number(make) -> None:
     loader = make()
     list(loader)
@@ -156,24 +142,16 @@ def test_an_epoch_that_is_resumed_has_its_own_number(make) -> None:
 
 
 def test_an_epoch_that_raised_goes_on_and_one_that_ended_by_an_error_is_over() -> None:
-    class Bad:
-        def __len__(self) -> int:
-            return LENGTH
-
-        def __getitem__(self, index: int) -> int:
-            if index in (5, 6):
-                raise KeyError(index)
-            return index
-
-    loader = DataLoader(Bad(), 1)
+    dataset = Numbers(LENGTH, 5, 6)
+    loader = DataLoader(dataset, 1)
     iterator = iter(loader)
     for _ in range(5):
         next(iterator)
-    with pytest.raises(KeyError):
+    with pytest.raises(Bad):
         next(iterator)
     assert loader.epoch == 0
-    loader = DataLoader(Bad(), 1, on_error="skip", max_failures=1)
+    loader = DataLoader(dataset, 1, on_error="skip", max_failures=1)
     iterator = iter(loader)
-    with pytest.raises(shmloader.TooManyFailures):
+    with pytest.raises(TooManyFailures):
         list(iterator)
     assert loader.epoch == 1

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from shmloader import DataLoader
-from tests.process.support import Bad, Calls, Numbers
+from tests.process.support import Bad, Calls, Numbers, Streams
 
 PLACES: dict[str, dict[str, Any]] = {
     "in-process": {},
@@ -52,6 +52,7 @@ def test_the_index_of_a_bad_sample_is_named(place, options):
     error = raised_by(DataLoader(Numbers(12, 6), **options, **PLACES[place]))
     assert type(error) is Bad
     assert "The sample of index 6 failed." in own_notes(error)
+    assert "in __getitem__" in whole_text(error)
     if options == {"batch_size": 4} and place != "in-process":
         who = "Worker 1 (pid N)" if place == "processes" else "Worker thread N"
         said = re.sub(
@@ -132,36 +133,15 @@ def test_of_samples_that_one_call_loads_the_range_is_named(place):
         assert "One call of __getitems__ for indices 4 to 7 failed." in own_notes(error)
 
 
-class Stream(IterableDataset):
-    """Raises once, in place of its sample 5, and goes on."""
-
-    def __iter__(self) -> Any:
-        self.number = -1
-        return self
-
-    def __next__(self) -> int:
-        self.number += 1
-        if self.number == 5:
-            raise Bad("no 5")
-        if self.number == 9:
-            raise StopIteration
-        return self.number
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batch_size", [2, None])
 def test_the_number_of_a_bad_sample_of_an_iterable_dataset_is_named(workers, batch_size):
-    error = raised_by(DataLoader(Stream(), batch_size=batch_size, num_workers=workers))
+    stream = Streams(lambda: map(Numbers(9, 5).__getitem__, range(9)))
+    error = raised_by(DataLoader(stream, batch_size=batch_size, num_workers=workers))
     where = " in this worker" if workers else ""
     assert (
         f"The dataset's iterator failed at sample 5, counted from 0{where} since the epoch began."
     ) in own_notes(error)
-
-
-@EVERYWHERE
-def test_a_traceback_shows_the_datasets_frames(place):
-    error = raised_by(DataLoader(Numbers(12, 6), batch_size=4, **PLACES[place]))
-    assert "in __getitem__" in whole_text(error)
 
 
 @EVERYWHERE

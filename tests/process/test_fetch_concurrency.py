@@ -47,29 +47,18 @@ class Meeting(Dataset):
         return self.most
 
 
-class ThreadMeeting(Meeting):
-    """The same with threads; a batch's samples meet."""
+class ThreadMeeting(Dataset):
+    """The samples of a batch meet, in threads; forked workers have copies of the barriers."""
+
+    def __init__(self, parties: int) -> None:
+        self.parties = parties
+        self.barriers = [threading.Barrier(parties) for _batch in range(2)]
 
     def __getitem__(self, index):
         # The very first sample of all says what the dataset is, and is loaded alone.
-        return 4 if index % 8 == 0 else BARRIER.meet(self.parties, index // 8)
-
-
-class _Barriers:
-    """One for each batch; forked workers have copies."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.barriers: dict[int, threading.Barrier] = {}
-
-    def meet(self, parties: int, batch: int) -> int:
-        with self.lock:
-            barrier = self.barriers.setdefault(batch, threading.Barrier(parties))
-        barrier.wait(SOON_S)
-        return parties
-
-
-BARRIER = _Barriers()
+        if index % 8:
+            self.barriers[index // 8].wait(SOON_S)
+        return self.parties
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -83,7 +72,6 @@ def test_as_many_coroutines_as_asked_for_are_under_way_and_no_more(workers):
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_as_many_threads_as_asked_for_are_in_getitem(workers):
-    BARRIER.barriers.clear()
     # Of each batch, one does not wait, and four meet.
     dataset = Subset(ThreadMeeting(4), [0, 1, 2, 3, 4, 8, 9, 10, 11, 12])
     with DataLoader(dataset, batch_size=5, fetch_concurrency=4, **workers) as loader:

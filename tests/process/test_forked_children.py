@@ -1,7 +1,5 @@
 """A child that the user's code forks in a worker ends when it comes back to our code."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import multiprocessing
 import os
@@ -11,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader, ShardedDataLoader
-from tests.process.support import Calls
+from tests.process.support import Calls, Streams
 
 pytestmark = [
     # Threads of a worker that fork are what is tested.
@@ -52,34 +49,20 @@ class Forks:
             return 99
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-
-class Stream(IterableDataset):
-    def __init__(self, sample: Callable[[int], int]) -> None:
-        self.sample = sample
-
-    def __iter__(self) -> Any:
-        return map(self.sample, range(4))
-
-
-def collate_in_a_child(forks: Forks) -> Callable[[list[Any]], torch.Tensor]:
-    return lambda samples: torch.tensor([forks() for _ in samples])
+    def collate(self, samples: list[Any]) -> torch.Tensor:
+        return torch.tensor([self() for _ in samples])
 
 
 WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-WAYS: dict[str, Callable[[Forks], DataLoader[Any]]] = {
-    "a worker": lambda forks: DataLoader(Calls(forks, 4), 2, **WORKER),
-    "a worker that skips": lambda forks: DataLoader(Calls(forks, 4), 2, on_error="skip", **WORKER),
-    "a worker with a timeout": lambda forks: DataLoader(
-        Calls(forks, 4), 2, sample_timeout=30, **WORKER
-    ),
-    "a worker with threads": lambda forks: DataLoader(
-        Calls(forks, 4), 2, fetch_concurrency=2, **WORKER
-    ),
-    "a stream": lambda forks: DataLoader(Stream(forks), 2, **WORKER),
-    "collate": lambda forks: DataLoader(
-        range(4), 2, collate_fn=collate_in_a_child(forks), **WORKER
-    ),
-    "a thread": lambda forks: DataLoader(Calls(forks, 4), 2, num_workers=1, thread_pool=True),
+# Where children are forked → what is special about such a loader.
+WAYS: dict[str, Callable[[Forks], dict[str, Any]]] = {
+    "a worker": lambda forks: WORKER,
+    "a worker that skips": lambda forks: {"on_error": "skip", **WORKER},
+    "a worker with a timeout": lambda forks: {"sample_timeout": 30, **WORKER},
+    "a worker with threads": lambda forks: {"fetch_concurrency": 2, **WORKER},
+    "a stream": lambda forks: {"dataset": Streams(lambda: map(forks, range(4))), **WORKER},
+    "collate": lambda forks: {"dataset": range(4), "collate_fn": forks.collate, **WORKER},
+    "a thread": lambda forks: {"num_workers": 1, "thread_pool": True},
 }
 
 
@@ -88,7 +71,8 @@ WAYS: dict[str, Callable[[Forks], DataLoader[Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forked_child_that_comes_back_ends_and_all_batches_come(way, leave) -> None:
     function, status = LEAVES[leave]
-    with WAYS[way](Forks(function)) as loader:
+    forks = Forks(function)
+    with DataLoader(**{"dataset": Calls(forks, 4), "batch_size": 2, **WAYS[way](forks)}) as loader:
         assert [batch.tolist() for batch in loader] == [[status] * 2] * 2
 
 

@@ -1,7 +1,5 @@
 """``sample_timeout``: a worker that hangs in a sample is replaced, and nothing is lost."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -138,26 +136,20 @@ def test_a_batch_may_take_longer_than_each_of_its_samples_may():
         assert loader.stats().restarts == 0
 
 
-def test_a_worker_that_holds_the_interpreter_is_replaced_too():
-    """A call of C that never gives it back: no thread of the worker can run."""
-
-    def sample(index: int) -> int:
-        if index == 1:
-            mutex = ctypes.create_string_buffer(64)  # PTHREAD_MUTEX_INITIALIZER is all zeros
-            for _ in range(2):  # the second call waits for ever, and no signal ends that
-                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-        return index
-
-    with load(Calls(sample, 8), on_error="skip") as loader:
-        assert read(loader) == [[0, 2, 3], [4, 5, 6, 7]]
+def hold_the_interpreter() -> None:
+    """Call C, which never gives it back: no thread of the worker can run."""
+    mutex = ctypes.create_string_buffer(64)  # PTHREAD_MUTEX_INITIALIZER is all zeros
+    for _ in range(2):  # the second call waits for ever, and no signal ends that
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def test_a_stopped_worker_is_replaced():
-    def sample(index: int) -> int:
-        if index == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return index
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
+
+@pytest.mark.parametrize("hang", [hold_the_interpreter, stop])
+def test_a_worker_that_no_thread_of_its_own_can_end_is_replaced_too(hang):
+    sample = lambda index: index if index != 1 else hang()  # noqa: E731
     with load(Calls(sample, 8), on_error="skip") as loader:
         assert read(loader) == [[0, 2, 3], [4, 5, 6, 7]]
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from shmloader import DataLoader
 from shmloader.loader import dataloader
 from shmloader.pools.starting import OwnWorkers
-from tests.process.support import Calls
+from tests.process.support import Calls, Streams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,11 +20,6 @@ def facts(index: int) -> list[int]:
     info = get_worker_info()
     assert info is not None
     return [index, info.id, info.num_workers, info.seed, int(torch.randint(1 << 40, ()))]
-
-
-class Everywhere(IterableDataset):
-    def __iter__(self):
-        yield facts(0)
 
 
 def loader_of(batches: int, **options: Any) -> DataLoader:
@@ -61,7 +56,7 @@ def test_with_a_seed_any_of_the_started_workers_takes_a_batch() -> None:
 def test_all_workers_start_where_a_later_one_may_have_work() -> None:
     with loader_of(2, num_workers=4, persistent_workers=True) as loader:
         assert run(loader)[0] == 4
-    with DataLoader(Everywhere(), num_workers=3) as loader:
+    with DataLoader(Streams(lambda: iter([facts(0)])), num_workers=3) as loader:
         count, batches = run(loader)
     assert (count, [batch[1].item() for batch in batches]) == (3, [0, 1, 2])
     with loader_of(4, num_workers=4) as loader:

@@ -1,7 +1,5 @@
 """``num_workers=0``: what the engine must not change about batches that this thread makes."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from typing import Any
