@@ -74,6 +74,25 @@ def running(function, *args):
         process.close()
 
 
+def in_children(function, count):
+    """Run ``function(number)`` in forked processes; return what each returned, or its error."""
+    results = fork.SimpleQueue()
+
+    def run(number):
+        try:
+            results.put((number, function(number)))
+        except Exception as error:
+            results.put((number, error))
+
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(running(run, number)) for number in range(count)]
+        found = dict(results.get() for _ in processes)
+        for process in processes:
+            process.join(DEADLINE_S)
+    results.close()
+    return [found[number] for number in range(count)]
+
+
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_a_file_of_this_machine_is_taken_as_it_is(tmp_path, directory, prefix):
     path = tmp_path / "a b.tar"
@@ -249,51 +268,45 @@ def test_wrong_arguments_are_refused():
 # Processes ----------------------------------------------------------------------------------
 
 
-def test_processes_that_ask_at_once_download_once(directory, files, monkeypatch):
+def test_processes_that_ask_at_once_download_once(directory):
     cache, begin = ShardCache(directory), fork.Barrier(8)
-    results = fork.SimpleQueue()
+    wanted = [f"{1000 + number}-a" for number in range(20)]
 
-    def run():
+    def read_all(_):
         begin.wait(DEADLINE_S)
-        for number in range(20):
-            name = f"{1000 + number}-a"
-            results.put((name, fetch(cache, name) == data_of(name)))
+        return [fetch(cache, name) == data_of(name) for name in wanted]
 
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(running(run)) for _ in range(8)]
-        found = [results.get() for _ in range(8 * 20)]
-        for process in processes:
-            process.join(DEADLINE_S)
-    assert all(is_right for _, is_right in found)
-    assert sorted(reads()) == [f"{1000 + number}-a" for number in range(20)]
-    results.close()
+    assert in_children(read_all, 8) == [[True] * 20] * 8
+    assert sorted(reads()) == wanted
 
 
 def test_processes_with_too_little_room_read_every_shard(directory):
     cache = ShardCache(directory, limit=3_000)
-    results = fork.SimpleQueue()
 
-    def run(seed):
+    def read_all(seed):
         order = [f"{1000 + number}-a" for number in range(12)] * 3
         random.Random(seed).shuffle(order)
         paths = ((name, Path(cache.path(f"fake://shards/{name}"))) for name in order)
-        results.put(all(path.read_bytes() == data_of(name) for name, path in paths))
+        return all(path.read_bytes() == data_of(name) for name, path in paths)
 
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(running(run, seed)) for seed in range(4)]
-        assert [results.get() for _ in range(4)] == [True] * 4
-        for process in processes:
-            process.join(DEADLINE_S)
+    assert in_children(read_all, 4) == [True] * 4
     for entry in directory.iterdir():
         os.utime(entry, (1, 1))
     fetch(cache, "10-b")
     assert sum(entry.stat().st_size for entry in directory.iterdir()) <= 3_000
-    results.close()
 
 
-def stall_in(directory, files, monkeypatch):
-    """Return a function that begins to download, and a pipe that says when it is in the midst."""
+@pytest.fixture
+def pipe():
     reader, writer = fork.Pipe(duplex=False)
+    with reader, writer:
+        yield reader, writer
+
+
+@pytest.fixture
+def stalled(files, monkeypatch, pipe):
+    """Have downloads in other processes stall; return a pipe that says when one is in the midst."""
+    reader, writer = pipe
     owner = os.getpid()
 
     def before_read(_, path):
@@ -303,15 +316,14 @@ def stall_in(directory, files, monkeypatch):
             signal.pause()
 
     monkeypatch.setattr(files, "before_read", before_read)
-    return reader, writer
+    return reader
 
 
-def test_a_killed_download_blocks_nobody(directory, files, monkeypatch):
-    reader, writer = stall_in(directory, files, monkeypatch)
+def test_a_killed_download_blocks_nobody(directory, stalled):
     cache = ShardCache(directory)
     with running(fetch, cache, "40-a"):
-        assert reader.poll(DEADLINE_S)
-        reader.recv()
+        assert stalled.poll(DEADLINE_S)
+        stalled.recv()
         waiter = threading.Thread(target=fetch, args=(cache, "40-a"))
         waiter.start()
     waiter.join(DEADLINE_S)
@@ -319,34 +331,27 @@ def test_a_killed_download_blocks_nobody(directory, files, monkeypatch):
     assert fetch(cache, "40-a") == data_of("40-a")
     assert names(directory) == ["40-a"]
     with running(fetch, cache, "50-b"):
-        assert reader.poll(DEADLINE_S)
+        assert stalled.poll(DEADLINE_S)
     part, shard = names(directory)
     assert (part.startswith(".part-"), shard) == (True, "40-a")
     assert fetch(cache, "50-b") == data_of("50-b")
     assert names(directory) == ["40-a", "50-b"]
-    reader.close()
-    writer.close()
 
 
-def test_what_a_killed_download_has_left_counts_and_is_removed_in_the_end(
-    directory, files, monkeypatch
-):
-    reader, writer = stall_in(directory, files, monkeypatch)
+def test_what_a_killed_download_has_left_counts_and_is_removed_in_the_end(directory, stalled):
     cache = ShardCache(directory, limit=50)
     with running(fetch, cache, "50-b"):
-        assert reader.poll(DEADLINE_S)
+        assert stalled.poll(DEADLINE_S)
     (part,) = directory.glob(".part-*")
     fetch(cache, "49-c")
     assert part.exists()
     os.utime(part, (1, 1))
     fetch(cache, "20-d")
     assert names(directory) == ["20-d"]
-    reader.close()
-    writer.close()
 
 
-def test_a_forked_child_keeps_no_lock_of_its_parent(directory, files, monkeypatch):
-    cache, reader, writer = ShardCache(directory), *fork.Pipe(duplex=False)
+def test_a_forked_child_keeps_no_lock_of_its_parent(directory, files, monkeypatch, pipe):
+    cache, (reader, writer) = ShardCache(directory), pipe
     with contextlib.ExitStack() as stack:
 
         def run():
@@ -360,8 +365,6 @@ def test_a_forked_child_keeps_no_lock_of_its_parent(directory, files, monkeypatc
         # Of the same name, so that the lock is the same.
         next(directory.glob("*-40-a")).unlink()
         assert fetch(cache, "40-a") == data_of("40-a")
-    reader.close()
-    writer.close()
 
 
 # Prefetching --------------------------------------------------------------------------------

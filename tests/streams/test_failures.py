@@ -175,22 +175,6 @@ def whole_failures() -> list[Any]:
     return list(loader.failures)
 
 
-def test_a_reading_function_that_raises_ends_its_shard() -> None:
-    loader = loader_of(
-        Shards(["one", "two"], _broken_off, seed=0, readers=1).batch(2, collate=list),
-        on_error="skip",
-    )
-    assert sorted(one for batch in loader for one in batch) == [0, 1, 2, 10, 11, 12]
-    first = next(iter(loader.failures))
-    assert str(first.index).startswith("record 3 of shard")
-
-
-def _broken_off(path: str) -> Any:
-    first = 10 * (path == "two")
-    yield from range(first, first + 3)
-    raise OSError("the connection broke")
-
-
 def test_a_stop_iteration_of_a_function_does_not_end_the_epoch() -> None:
     stream = Shards(paths("a", [4]), MadeFormat(), seed=0, readers=1).map(_stop)
     for options in WORKERS[:2]:

@@ -2,20 +2,15 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader import ShardError
-from shmloader.streams import (
-    ParquetFormat,
-    as_format,
-    open_jsonl,
-    open_parquet,
-    open_tar,
-)
+from shmloader.streams import ParquetFormat, as_format, open_jsonl, open_parquet, open_tar
 from shmloader.streams.formats import CallableFormat, Format
 from tests.streams.support import rest_of_shard, write_jsonl, write_table, write_tar
 
@@ -45,24 +40,16 @@ def shard(request, tmp_path_factory):
     return path, format_, write[ending.partition(".")[0]](path, 30)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-@given(start=st.integers(0, 40))
-def test_records_from_a_number_on_are_the_end_of_the_list(shard, start):
+@settings(max_examples=40)
+@given(
+    st.sets(st.integers(0, 31), max_size=12).map(sorted)
+    | st.integers(0, 40).map(lambda start: range(start, sys.maxsize))
+)
+def test_records_are_counted_and_found_by_their_numbers_or_from_one_on(shard, numbers):
     path, format_, records = shard
-    assert list(rest_of_shard(format_, path, start)) == records[start:]
-
-
-@settings(max_examples=20)
-@given(numbers=st.sets(st.integers(0, 31), max_size=12))
-def test_records_are_found_by_their_numbers(shard, numbers):
-    path, format_, records = shard
-    found = list(format_.read(path, sorted(numbers)))
-    assert found == [records[number] for number in sorted(numbers) if number < 30]
-
-
-def test_a_shard_is_counted(shard):
-    path, format_, records = shard
-    assert format_.count(path) == len(records)
+    expected = [records[number] for number in range(30) if number in numbers]
+    assert list(format_.read(path, numbers)) == expected
+    assert format_.count(path) == 30
 
 
 def test_a_format_can_be_pickled_and_is_one(shard):

@@ -11,35 +11,10 @@ import pytest
 
 from shmloader import ShardError
 from shmloader.streams import ShardCache
-from tests.streams.test_cache import DEADLINE_S, fork, names
+from tests.streams.test_cache import in_children, names
 from tests.streams.web_server import WebServer
 
 pytest.importorskip("aiohttp")
-
-
-def in_children(function, count):
-    """Run ``function(number)`` in forked children; return what each returned, or its error."""
-    results = fork.SimpleQueue()
-
-    def run(number):
-        try:
-            results.put((number, function(number)))
-        except Exception as error:
-            results.put((number, error))
-
-    processes = [fork.Process(target=run, args=(number,)) for number in range(count)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(results.get() for _ in processes)
-    finally:
-        for process in processes:
-            process.join(DEADLINE_S)
-            process.kill()
-            process.join()
-            process.close()
-        results.close()
-    return [found[number] for number in range(count)]
 
 
 def fetch(cache, url):

@@ -1,6 +1,5 @@
 """A streaming dataset of Hugging Face becomes a stream of its files, or says why it cannot."""
 
-import gzip
 import json
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 
 from shmloader import DataLoader
 from shmloader.streams import from_hf
+from tests.streams.support import write, write_columns
 
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -25,16 +25,13 @@ def make_records(shard):
 
 def write_shards(folder, kind, count=4):
     import pyarrow as pa
-    from pyarrow import parquet
 
     for number in range(count):
-        records = make_records(number)
-        path = folder / f"{number}.{kind}"
+        records, path = make_records(number), str(folder / f"{number}.{kind}")
         if kind == "parquet":
-            parquet.write_table(pa.Table.from_pylist(records), path)
+            write_columns(path, pa.Table.from_pylist(records))
         else:
-            data = "".join(json.dumps(record) + "\n" for record in records).encode()
-            path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
+            write(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def load(folder, kind="parquet", builder=None, **options):

@@ -105,12 +105,6 @@ def test_lists_of_one_length_are_found_in_the_middle_of_a_batch(tmp_path):
     assert row["x"].tolist() == rows[3]
 
 
-def test_a_list_that_is_null_is_none(tmp_path):
-    path = str(tmp_path / "a.parquet")
-    write_columns(path, pa.table({"x": pa.array([[1, 2], None, []], pa.list_(pa.int32()))}))
-    assert [plain(row["x"]) for row in open_parquet(path)] == [[1, 2], None, []]
-
-
 def test_columns_are_chosen_in_their_order(tmp_path):
     path = str(tmp_path / "a.parquet")
     write_columns(path, pa.table({"a": [1, 2], "b": [3, 4], "c": [5, 6]}))
