@@ -1,7 +1,6 @@
 """Exceptions and failed samples cross a process, whatever the user's classes do."""
 
 import pickle
-import weakref
 
 import pytest
 
@@ -83,24 +82,6 @@ def test_the_worker_s_traceback_and_the_cause_are_in_the_text():
         assert part in text
 
 
-def test_an_error_keeps_no_frame_alive():
-    class Witness:
-        pass
-
-    def fails():
-        witness = Witness()
-        alive.append(weakref.ref(witness))
-        raise ValueError("x")
-
-    alive = []
-    try:
-        fails()
-    except ValueError:
-        error = RemoteError.caught(WHERE)
-    assert alive[0]() is None
-    assert pickle.dumps(error)
-
-
 def test_ten_megabytes_of_text_are_shortened_to_their_beginning_and_end():
     error = caught(ValueError("begin " + "x" * 10_000_000 + " end"))
     short = error.shortened(4096)
@@ -111,19 +92,6 @@ def test_ten_megabytes_of_text_are_shortened_to_their_beginning_and_end():
     assert " characters …]" in text
     assert short.summary.startswith("ValueError: begin xxx")
     assert short.shortened(100_000) == short
-
-
-def test_a_report_comes_out_as_it_went_in():
-    report = SampleReport(7)
-    for index in (0, "a", (1, 2)):
-        report.add(bad(index, LookupError(f"no {index}")))
-    arrived = pickle.loads(pickle.dumps(report))
-    assert arrived == report
-    assert (arrived.sample_count, arrived.failed_count) == (7, 3)
-    assert [one.index for one in arrived.newest] == [0, "a", (1, 2)]
-    assert [one.error.summary for one in arrived.newest] == [
-        "LookupError: no 0", "LookupError: no a", "LookupError: no (1, 2)",
-    ]  # fmt: skip
 
 
 def test_a_report_names_the_newest_and_counts_all():

@@ -58,13 +58,10 @@ def test_some_samples_of_a_batch_and_their_number_count():
     assert len(set(map(fingerprint_of, tries))) == len(tries)
 
 
-def test_equal_values_count_alike_whether_or_not_they_are_one_object():
+def test_values_that_a_process_makes_anew_count_alike_whether_or_not_they_are_one_object():
     one = {"name": ["x"]}
-    assert fingerprint([one, one]) == fingerprint([one, {"name": ["x"]}])
-
-
-def test_values_that_a_process_makes_anew_count_alike():
     for first, second in [
+        ([one, one], [one, {"name": ["x"]}]),
         ({"b", "a"}, {"d", "c"}),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         (open, print),

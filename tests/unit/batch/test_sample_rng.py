@@ -1,9 +1,7 @@
 """A sample's random numbers depend only on the seed, the epoch and the sample's position."""
 
-import asyncio
 import itertools
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -191,40 +189,3 @@ def test_all_calls_in_one_sample_return_the_same_generator():
     assert len({id(one[0]), id(other[0]), id(of_batch)}) == 3
     assert type(one[0].bit_generator) is np.random.Philox
     assert one[2] != other[2]
-
-
-def test_two_threads_are_each_in_a_sample_of_their_own():
-    meeting = threading.Barrier(2, timeout=10)
-
-    class Meeting:
-        def __getitem__(self, index):
-            meeting.wait()
-            value = int(sample_rng().bit_generator.random_raw())
-            meeting.wait()
-            return value
-
-    found = {}
-
-    def run(first):
-        streams = SampleRng(7, sets_global=False)
-        fetcher = fetcher_of(streams, Meeting())
-        with streams.at(PositionedIndices([0], 0, first)) as indices:
-            found[first] = fetcher.fetch(indices)
-
-    threads = [threading.Thread(target=run, args=(first,)) for first in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {first: [load(PositionedIndices([0], 0, first))[0][3]] for first in (0, 1)}
-
-
-def test_coroutines_and_their_threads_belong_to_their_sample():
-    class Asking:
-        def __getitem__(self, index):
-            async def ask():
-                return await asyncio.to_thread(sample_rng)
-
-            return asyncio.run(ask()) is sample_rng()
-
-    assert load(PositionedIndices([0], 0, 0), Asking()) == [True]

@@ -1,16 +1,26 @@
-"""What the engine makes of events, without process, thread or clock (``ScriptedPool``)."""
+"""What the engine makes of events, without worker or clock (``ScriptedPool``); bad samples."""
 
+import contextlib
+import gc
 import time
+import weakref
+from collections.abc import Iterator
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from shmloader.batch.failures import SampleReport
+from shmloader.batch.failures import BadSample, SampleReport
+from shmloader.device.stage import Stage
+from shmloader.device.thread import StagedEngine
 from shmloader.engine.engine import Engine
-from shmloader.engine.failures import FailureList, FailureWatch
+from shmloader.engine.failures import FailureLimit, FailureList, FailureWatch
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import SharedMemoryError
 from shmloader.pools.answers import Answer
-from tests.pools.scripted import ScriptedPool, next_of
+from tests.pools.scripted import ScriptedPool, call_of, next_of
+from tests.process.support import Bad
 
 
 def nothing(pool: ScriptedPool) -> None:
@@ -120,3 +130,116 @@ def test_what_is_passed_over_begins_the_time_anew(monkeypatch):
     pool.idle = after_five_seconds
     assert next_of(engine) == 2
     assert pool.now_s == pytest.approx(115)
+
+
+class Unchanged(Stage):
+    ahead, name, kind = 1, "unchanged", "pin"
+
+    def run(self, batch: Any) -> Any:
+        return batch
+
+
+def failing() -> Iterator[object]:
+    raise Bad(0)
+    yield
+
+
+def test_a_sampler_that_fails_at_once_ends_the_epoch_whatever_the_one_before_left() -> None:
+    pool: Any = ScriptedPool(2, lambda pool: pool.answer_all())
+    engine = Engine(pool, Scheduler(2, 4, 1, in_order=True), timeout_s=0)
+    staged = StagedEngine(engine, Unchanged(), timeout_s=20)
+    with contextlib.closing(staged):
+        staged.start(iter(range(9)))
+        assert next_of(staged) == 0
+        with pytest.raises(Bad):
+            call_of(staged.restart, failing())
+        with pytest.raises(StopIteration):
+            next_of(staged)
+        staged.restart(iter(range(3)))
+        assert [next_of(staged) for _ in range(3)] == [0, 1, 2]
+
+
+HALF, TENTH = Fraction(1, 2), Fraction(1, 10)
+
+
+def verdicts(limit: FailureLimit, batches: list[tuple[int, int]]) -> list[bool]:
+    """What it says of each batch of (samples, failures), and of the epoch's end."""
+    return [*(limit.add_samples(*batch) for batch in batches), limit.is_too_much]
+
+
+@pytest.mark.parametrize(
+    ("most", "batches", "expected"),
+    [
+        (None, [(10, 9), (10, 9)], [False, False, False]),
+        (0, [(10, 0), (10, 1)], [False, True, True]),
+        (3, [(10, 3), (10, 0)], [False, False, False]),
+        (3, [(10, 3), (10, 1), (10, 0)], [False, True, True, True]),
+        (3, [(10, 4)], [True, True]),
+        # A share is judged from the hundredth sample on, and at the end.
+        (TENTH, [(99, 98)], [False, True]),
+        (TENTH, [(100, 11)], [True, True]),
+        (TENTH, [(100, 10)], [False, False]),
+        (TENTH, [(50, 40), (49, 0), (1, 0)], [False, False, True, True]),
+        (TENTH, [(50, 11), (50, 0), (10, 0)], [False, True, False, False]),
+        (HALF, [(3, 2)], [False, True]),
+        (HALF, [(4, 2)], [False, False]),
+        (Fraction(1), [(1000, 999)], [False, False]),
+        # Nothing was looked at.
+        (0, [], [False]),
+        (HALF, [(0, 0)], [False, False]),
+    ],
+)
+def test_too_many_is_more_than_the_number_or_the_share(most, batches, expected):
+    assert verdicts(FailureLimit(most, may_all_fail=True), batches) == expected
+
+
+@pytest.mark.parametrize("most", [None, 1000, Fraction(1)])
+def test_an_epoch_in_which_all_failed_is_too_many_unless_they_were_replaced(most):
+    batches = [(64, 64), (64, 64)]
+    assert verdicts(FailureLimit(most, may_all_fail=False), batches) == [False, False, True]
+    assert verdicts(FailureLimit(most, may_all_fail=True), batches) == [False, False, False]
+    one_good = [*batches, (64, 63)]
+    assert verdicts(FailureLimit(most, may_all_fail=False), one_good) == [False] * 4
+    assert verdicts(FailureLimit(most, may_all_fail=False), []) == [False]
+
+
+def report_of_a_bad_sample() -> SampleReport:
+    report = SampleReport(1)
+    try:
+        raise ValueError("sample 0 is bad")
+    except ValueError:
+        report.add(BadSample.caught(0, "in DataLoader worker process 1"))
+    return report
+
+
+def test_an_error_noted_while_another_is_handled_does_not_hold_that():
+    class Held(Exception):  # noqa: N818 - what matters is who holds it
+        pass
+
+    listed = FailureList()
+    watch = FailureWatch(listed, None, keep_size=False, replaces=False)
+    try:
+        raise Held
+    except Held as held:
+        seen = weakref.ref(held)
+        watch.add(report_of_a_bad_sample(), "batch 0")
+    gc.collect()
+    assert listed[0].error.__context__ is None
+    assert seen() is None
+
+
+@pytest.mark.parametrize(
+    ("keep_size", "found", "is_refused"),
+    [(True, 2, True), (True, 0, False), (False, 2, False)],
+)
+def test_a_rank_may_not_leave_out_a_batch_that_its_reader_has(keep_size, found, is_refused):
+    heard = []
+    watch = FailureWatch(
+        FailureList(), None, keep_size=keep_size, replaces=False, hear=heard.append
+    )
+    report = SimpleNamespace(
+        found=SimpleNamespace(size=found), sample_count=found, failed_count=found, newest=()
+    )
+    assert watch.add(report, "batch 0") is None
+    assert heard == [report.found]
+    assert (watch.left_out("batch 0") is not None) is is_refused

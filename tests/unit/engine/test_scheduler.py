@@ -1,4 +1,4 @@
-"""The scheduler under random orders of events, and single decisions of it."""
+"""The scheduler under random orders of events, single decisions of it, and its tables."""
 
 import random
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.records import SlotState, WorkerState
+from shmloader.engine.records import SlotState, SlotTable, WorkerState, WorkerTable
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.errors import InternalError
 from shmloader.pools.answers import Death
@@ -395,3 +395,30 @@ def test_only_a_sample_that_is_awaited_counts_as_hung():
     subject.worker_started(0)
     assert sent(subject) == []
     assert subject.tickets[0].hung is None
+
+
+FREE, TAKEN, LENT = SlotState
+
+
+def test_slots_are_made_up_to_the_capacity_and_no_further():
+    table = SlotTable(capacity=2)
+    assert [table.take(), table.take()] == [0, 1]
+    with pytest.raises(InternalError, match="all slots are in use"):
+        table.take()
+
+
+def test_the_slot_that_was_freed_last_is_taken_first():
+    table = SlotTable(capacity=9)
+    for taken in [table.take() for _ in range(3)]:
+        table.free(taken)
+    assert [table.take() for _ in range(4)] == [2, 1, 0, 3]
+
+
+def test_the_first_worker_that_is_missing_is_started():
+    table = WorkerTable(5, 3)
+    assert table.present_count == 3
+    assert table.next_missing() is None
+    table.wanted_count = 5
+    assert table.next_missing() is table[3]
+    table[2].state = WorkerState.LOST
+    assert table.next_missing() is table[2]

@@ -18,6 +18,8 @@ from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader.config import config_of
 from shmloader.loader.options import DEFAULTS, MINIMUM_SLOT_BYTES, OPTIONS, slot_share
 
+THREADS = {"num_workers": 1, "thread_pool": True}
+
 
 class Stream(IterableDataset):
     """A dataset without indices."""
@@ -104,22 +106,14 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
         ({"sample_timeout": 1}, "sample_timeout needs num_workers > 0"),
         ({"thread_pool": True}, "thread_pool needs num_workers > 0"),
         (
-            {"num_workers": 1, "thread_pool": True, "sample_timeout": 1},
+            {**THREADS, "sample_timeout": 1},
             "sample_timeout needs worker processes: a thread cannot be ended",
         ),
         (
-            {
-                "num_workers": 1,
-                "thread_pool": True,
-                "multiprocessing_context": "fork",
-                "worker_restarts": 1,
-            },
+            {**THREADS, "multiprocessing_context": "fork", "worker_restarts": 1},
             "thread_pool cannot be combined with multiprocessing_context, worker_restarts",
         ),
-        (
-            {"dataset": Stream(), "num_workers": 1, "thread_pool": True},
-            "thread_pool needs a map-style dataset",
-        ),
+        ({**THREADS, "dataset": Stream()}, "thread_pool needs a map-style dataset"),
         ({"dataset": Stream(), "on_error": "skip"}, "on_error needs a map-style dataset"),
         ({"dataset": Stream(), "num_workers": "auto"}, "needs a map-style dataset"),
         ({"seed": 0, "generator": torch.Generator()}, "cannot be combined with generator"),
@@ -138,7 +132,7 @@ def test_the_table_and_the_constructor_have_one_order() -> None:
 
 
 def test_an_option_that_is_set_later_is_checked_when_an_epoch_begins():
-    loader = DataLoader([1], num_workers=1, thread_pool=True)
+    loader = DataLoader([1], **THREADS)
     loader.shm_size = 1 << 30
     with pytest.raises(ValueError, match="thread_pool cannot be combined with shm_size"):
         iter(loader)
@@ -184,20 +178,11 @@ def test_lists_alone_and_subclasses_of_the_users_own_are_not_refused():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"dataset": None},
-        {"sampler": 3},
-        {"batch_sampler": 3},
-        {"generator": 3},
-        {"collate_fn": 3},
-        {"worker_init_fn": 3},
-    ],
-    ids=str,
+    "name", ["dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn"]
 )
-def test_what_torchs_constructor_takes_fails_no_earlier_than_with_torch(arguments):
+def test_what_torchs_constructor_takes_fails_no_earlier_than_with_torch(name):
     for kind in (torch.utils.data.DataLoader, DataLoader):
-        kind(**{"dataset": range(4), **arguments})
+        kind(**{"dataset": range(4), name: None if name == "dataset" else 3})
 
 
 def test_numbers_of_other_types_that_torch_takes_are_taken():
@@ -227,9 +212,7 @@ def test_numbers_of_numpys_types_are_taken_by_our_own_arguments_too(kind, argume
         assert (found, type(found)) == (expected, type(expected))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, THREADS])
 def test_a_wrong_word_that_is_set_later_does_not_skip_bad_samples(options):
     loader = DataLoader({0: 0}, sampler=[0, 1], **options)
     loader.on_error = "Raise"

@@ -1,4 +1,4 @@
-"""What /proc and the control groups say, and whether a slot may grow, on made-up files."""
+"""What /proc and the control groups say of memory and cores, and whether a slot may grow."""
 
 import errno
 import fcntl
@@ -16,8 +16,11 @@ from shmloader.memory.limits import (
     Free,
     MemoryAdmission,
     MemoryConfig,
+    affinity,
     control_groups,
+    core_quota,
     free_memory,
+    usable_cores,
     why_unsupported,
 )
 from tests.made_up import MIB, System
@@ -29,7 +32,7 @@ NO_LIMIT_OF_V1 = 9223372036854771712
 
 
 @pytest.fixture
-def system(tmp_path):
+def system(tmp_path) -> System:
     return System(tmp_path)
 
 
@@ -37,9 +40,11 @@ def free(system: System) -> Free | None:
     return free_memory(system.root, control_groups(system.root))
 
 
-def test_where_nothing_can_be_read_there_is_no_limit(tmp_path):
+def test_where_nothing_can_be_read_there_is_neither_limit_nor_quota(tmp_path):
     assert control_groups(tmp_path) == ()
     assert free_memory(tmp_path, ()) is None
+    assert core_quota(tmp_path) is None
+    assert usable_cores(tmp_path) == affinity()
 
 
 def test_without_control_groups_what_is_available_counts(system):
@@ -269,3 +274,37 @@ def test_a_lack_of_descriptors_is_no_lack_of_support():
         return str(told)
 
     assert in_a_child(work) == "{None}"
+
+
+def test_the_least_quota_on_the_way_up_counts_v2(system) -> None:
+    system.join_v2("/a/b")
+    system.write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
+    assert core_quota(system.root) is None
+    system.write("sys/fs/cgroup/a/cpu.max", "150000 100000\n")
+    assert core_quota(system.root) == 1.5
+    system.write("sys/fs/cgroup/cpu.max", "50000 100000\n")
+    assert core_quota(system.root) == 0.5
+    assert usable_cores(system.root) == 1
+
+
+def test_the_mount_tells_the_directory_of_a_container_s_group(system) -> None:
+    system.join_v2("/docker/abc")
+    system.write("sys/fs/cgroup/cpu.max", "250000 100000\n")
+    assert core_quota(system.root) == 2.5
+
+
+def test_quotas_of_version_1(system) -> None:
+    system.join_v1("/x")  # whose group of cores is /x, too
+    base = "sys/fs/cgroup/cpu,cpuacct/x"
+    system.write(f"{base}/cpu.cfs_quota_us", "-1\n")
+    system.write(f"{base}/cpu.cfs_period_us", "100000\n")
+    assert core_quota(system.root) is None
+    system.write(f"{base}/cpu.cfs_quota_us", "300000\n")
+    assert core_quota(system.root) == 3.0
+
+
+@pytest.mark.parametrize("text", ["", "max\n", "100000 0\n", "1 2 3\n", "lots 100000\n"])
+def test_an_unexpected_file_counts_as_no_quota(system, text) -> None:
+    system.join_v2("/a")
+    system.write("sys/fs/cgroup/a/cpu.max", text)
+    assert core_quota(system.root) is None

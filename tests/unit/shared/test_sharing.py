@@ -21,7 +21,10 @@ from shmloader.memory.limits import Free
 from shmloader.memory.pickled import reducers_of_multiprocessing
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
+from shmloader.shared import sharing
 from shmloader.shared.containers import SharedDict, SharedList
+from shmloader.shared.sharing import describe_long
+from tests.process.support import Calls
 
 LONG = 1_000
 
@@ -223,15 +226,13 @@ def test_a_tuple_that_holds_itself_still_does():
     assert lies_shared(ours[1])
 
 
-def test_a_tensor_without_memory_stays():
-    zeros = torch._efficientzerotensor((3,))
-    ours = shmloader.share([zeros, np.arange(3)])
-    assert ours[0] is zeros
-
-
-def test_a_memory_map_stays_where_it_is(tmp_path):
-    mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=(10,))
-    assert shmloader.share([mapped])[0] is mapped
+def test_a_tensor_without_memory_and_a_memory_map_stay(tmp_path):
+    stay = [
+        torch._efficientzerotensor((3,)),
+        np.memmap(tmp_path / "file", np.int64, "w+", shape=(10,)),
+    ]
+    ours = shmloader.share([*stay, np.arange(3)])
+    assert all(one is other for one, other in zip(ours, stay, strict=False))
 
 
 @pytest.mark.sampled(1)
@@ -420,3 +421,36 @@ def test_a_handle_of_memory_that_is_gone_says_so():
     data = ForkingPickler.dumps(shmloader.share(np.arange(1_000)))
     with pytest.raises(shmloader.SharedMemoryError, match="has dropped it, or has ended"):
         pickle.loads(data)
+
+
+TEXTS = [f"line {number}" for number in range(5_000)]
+
+
+class OneSlot:
+    __slots__ = ("many",)
+
+    def __init__(self, many: object) -> None:
+        self.many = many
+
+
+def test_a_long_list_is_told_with_its_length(monkeypatch):
+    monkeypatch.setattr(sharing, "MANY", 5_000)
+    for value in (TEXTS, tuple(TEXTS), dict.fromkeys(TEXTS)):
+        for dataset in (value, OneSlot(value)):
+            text = describe_long(dataset)
+            assert text is not None
+            assert f"a {type(value).__name__} of 5,000 items" in text
+    for few in (TEXTS[1:], shmloader.share(TEXTS), [TEXTS], "x" * 5_000, OneSlot(None), 7):
+        assert describe_long(few) is None
+
+
+def test_a_loader_says_it_once(monkeypatch):
+    monkeypatch.setattr(sharing, "MANY", 5_000)
+    dataset = Calls(TEXTS.__getitem__, 20)
+    dataset.texts = TEXTS
+    loader = shmloader.DataLoader(
+        dataset, batch_size=10, num_workers=1, multiprocessing_context="fork"
+    )
+    with pytest.warns(UserWarning, match=r"5,000 items.*share\(dataset\)"):
+        assert len(list(loader)) == 2
+    assert len(list(loader)) == 2  # where a further warning would be an error
