@@ -23,7 +23,8 @@ from shmloader.memory.limits import MemoryConfig
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process import ProcessPool
-from shmloader.pools.starting import OwnWorkers
+from shmloader.pools.starting import OwnWorkers, remedied
+from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.shared.sharing import describe_long
@@ -171,7 +172,8 @@ class Workers:
                     rank=config.rank,
                     is_alone=config.host_ranks == 1,
                 )
-            tasks = _make_tasks(config)
+            with remedied():
+                tasks = _make_tasks(config)
             stack.callback(tasks.close)
             if is_shared:
                 functions = (config.collate_fn, config.on_error)
@@ -218,4 +220,4 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     memory = MemoryConfig(config.num_workers, config.slot_count, config.root)
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(config.slot_bytes, config.most_window + config.lend_limit)
-    return TaskConfig(config.fetch, arena, queue, memory)
+    return TaskConfig(config.fetch, arena, StatusPage(config.most_workers), queue, memory)

@@ -217,19 +217,18 @@ class Slot:
 
     def __init__(self, slot_id: int) -> None:
         self.slot_id = slot_id
-        self.touched_bytes = self.nbytes = 0
+        self.touched_bytes = 0
         self.lease: Lease | None = None
         self.kept: object = None
         self.unmap()
 
-    def unmap(self) -> int:
-        """Drop the mapping, which stays under live views. Return its length."""
-        before, self.nbytes = self.nbytes, 0
+    def unmap(self) -> None:
+        """Drop the mapping, which stays under live views."""
+        self.nbytes = 0
         self.views: tuple[object, Any] = (None, None)
         self.memory = _UNMAPPED
         self.mapping: Range = None
         self.address = 0
-        return before
 
     def use(self, array: Range) -> None:
         """Use this mapping from now on."""
@@ -288,20 +287,16 @@ class Arena:
     def create(cls, slot_bytes: int | None, slot_count: int) -> Self:
         """Make the file, in the process that owns the slots; for the arguments, see the class.
 
-        A slot may hold less than ``slot_bytes`` if files may not be that long. None stands for all
-        memory of the machine.
+        A slot may hold less than ``slot_bytes`` if files may not be that long. None stands for as
+        much as any batch needs.
 
         Raises:
             OSError: If there is no descriptor left (EMFILE).
         """
-        if slot_bytes is None:
-            slot_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-            # The number is any number at all where a sandbox forbids sysinfo().
-            if not 0 < slot_bytes < _MOST_BYTES:
-                slot_bytes = _MOST_BYTES
         limit = soft_limit(resource.RLIMIT_FSIZE)
         most_bytes = (sys.maxsize if limit is None else limit) // slot_count
-        slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
+        wanted = _MOST_BYTES if slot_bytes is None else whole_pages(slot_bytes)
+        slot_bytes = min(wanted, most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
         file = memory_file()
         os.ftruncate(file.fileno(), slot_bytes * slot_count)
         fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)

@@ -287,13 +287,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
             return collated
         finally:
             torch_worker._worker_info = info
-    # A result that does not fit goes to private memory, since it may only be an intermediate one.
-    # But if there is no memory, the writer raises: there would be none elsewhere either.
-    shape, writer = (len(batch), *first.shape), _present_writer()
-    if writer is None or not writer.fits(shape, first.dtype):
-        out = torch.empty(shape, dtype=first.dtype, device="cpu")
-    else:
-        out = writer.empty(shape, first.dtype)
+    out = _allocate((len(batch), *first.shape), first.dtype)
     try:
         return stack_into(batch, out)
     except RuntimeError as error:
@@ -303,19 +297,30 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
         raise
 
 
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the slot, or in private memory where the caller may get none of the slot.
+
+    A result that does not fit goes to private memory, since it may only be an intermediate one. But
+    if there is no memory, the writer raises: there would be none elsewhere either.
+    """
+    writer = _present_writer()
+    if writer is None or not writer.fits(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return writer.empty(shape, dtype)
+
+
 def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
     """Return a storage of ``size`` bytes for a collate function: in the slot, if it fits there."""
-    writer = _present_writer()
-    is_ours = kind is torch.UntypedStorage and torch.device(device).type == "cpu" and size > 0
-    if not is_ours or writer is None:
+    if kind is not torch.UntypedStorage or torch.device(device).type != "cpu":
         return _torch_new_shared(size, device=device)
-    if not writer.fits((size,), torch.uint8):
-        return torch.UntypedStorage(size)
-    return writer.empty((size,), torch.uint8).untyped_storage()
+    return _allocate((size,), torch.uint8).untyped_storage()
 
 
-def install(writer: SlotWriter) -> None:
-    """Make torch's collate functions in this worker process write to the slot of ``writer``."""
+def install(writer: SlotWriter | None) -> None:
+    """Make torch's collate functions in this process write to the slot of ``writer``.
+
+    With None, they write to memory of this process, and not to shared memory as torch's workers do.
+    """
     PROCESS.slot_writer = writer
     torch.UntypedStorage._new_shared = classmethod(_new_shared)  # type: ignore[assignment,method-assign]
     collate_map = torch_collate.default_collate_fn_map

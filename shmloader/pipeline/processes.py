@@ -43,6 +43,7 @@ from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.starting import OwnWorkers
+from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_queue import TaskQueue
 
 # How long `end` waits for threads, which may be in an op, in seconds.
@@ -90,7 +91,7 @@ class ProcessExecutor(OwnThread):
         count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + _LEND_LIMIT)
         arena = Arena.create(None, window + _LEND_LIMIT)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
-        tasks = TaskConfig(config, arena, TaskQueue(), memory)
+        tasks = TaskConfig(config, arena, StatusPage(count), TaskQueue(), memory)
         objects = (OpItems(stage), None, unchanged, "raise")
         seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
         starter = OwnWorkers(None, count, objects, tasks, seed, names)

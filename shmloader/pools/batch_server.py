@@ -21,7 +21,7 @@ from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
 from shmloader.pools.answers import Answer
-from shmloader.pools.status_page import Line
+from shmloader.pools.status_page import Line, StatusPage
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.sampling.indices import load_indices
@@ -37,18 +37,21 @@ class TaskConfig:
     Attributes:
         config: How batches are made.
         arena: The slots.
+        page: Shows the client what each worker is doing.
         queue: The queue from which the tasks are received; None if they come by the channel.
         memory: The memory that workers may take; None if memory is not checked.
     """
 
     config: FetchConfig
     arena: Arena
+    page: StatusPage
     queue: TaskQueue | None = None
     memory: MemoryConfig | None = None
 
     def close(self) -> None:
-        """Close the slots and the queue, in the process that made them."""
+        """Close what the client has made."""
         self.arena.close()
+        self.page.close()
         if self.queue is not None:
             self.queue.close()
 

@@ -27,7 +27,6 @@ Guarantees:
 """
 
 import concurrent.futures
-import functools
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from typing import Any
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
-from shmloader.interruptions import Caught, Wakeup, attempt
+from shmloader.interruptions import Caught, attempt
 from shmloader.pools.answers import Answer, Death, ObjectPool
 from shmloader.pools.executor_task import make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
@@ -65,11 +64,6 @@ class _Sent:
     sent_ns: int
     future: Any = None
     refusal: str = ""
-
-    def describe(self) -> AtWork:
-        """Describe what the task is doing."""
-        elapsed_s = (time.monotonic_ns() - self.sent_ns) / 1e9
-        return AtWork(Phase.LOADING, self.epoch, self.seq, elapsed_s)
 
 
 class ExecutorPool(ObjectPool):
@@ -133,7 +127,8 @@ class ExecutorPool(ObjectPool):
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
         # in it. So a future that is done calls nothing on this thread.
         if not future.done():
-            future.add_done_callback(functools.partial(_wake, self.wakeup))
+            wakeup = self.wakeup
+            future.add_done_callback(lambda _: wakeup.set())
 
     def _refuse(self, sent: _Sent, reason: str, error: BaseException) -> None:
         sent.future, sent.refusal = None, f"{reason} ({_text_of(error)})"
@@ -216,7 +211,8 @@ class ExecutorPool(ObjectPool):
         done = self._done
         for sent in self._tasks.copy().values():
             if sent.worker_id == worker_id and sent not in done:
-                return sent.describe()
+                elapsed_s = (time.monotonic_ns() - sent.sent_ns) / 1e9
+                return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 
     ask = was_at  # the executor's processes show no stack
@@ -235,11 +231,6 @@ class ExecutorPool(ObjectPool):
             self.end_workers()
         finally:
             self._payload.close()
-
-
-def _wake(wakeup: Wakeup, _: object) -> None:
-    """Wake the engine's thread, since a future is done. Called on any thread."""
-    wakeup.set()
 
 
 def _text_of(error: BaseException) -> str:

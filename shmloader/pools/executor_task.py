@@ -16,8 +16,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from shmloader.batch.sample_rng import seed_worker
 from shmloader.insight.measurements import pack_work, work_of
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PartialStorage, load
-from shmloader.memory.writer import SlotWriter, install
+from shmloader.memory.writer import install
 from shmloader.pools.answers import Answer, make_answer
 from shmloader.pools.worker_dataset import WorkerDataset, introduce
 from shmloader.process_state import PROCESS
@@ -158,20 +157,6 @@ def _find_maker(loader: bytes, payload: PayloadHandle, *about: Any) -> "_Maker":
     return maker
 
 
-class _PrivateMemory:
-    """Gives collate functions ordinary memory, and not torch's shared memory as in a worker."""
-
-    may_allocate = True
-
-    def fits(self, *_: object) -> bool:
-        """Return True. Called by the functions of :mod:`shmloader.memory.writer`."""
-        return True
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-
 class _Maker:
     """The dataset of one loader in this process, and what makes its batches.
 
@@ -184,7 +169,7 @@ class _Maker:
         self, payload: PayloadHandle, base_seed: int, number: int, where: str, contents: Any
     ) -> None:
         self.digest, self._where = payload.digest, where
-        install(cast("SlotWriter", _PrivateMemory()))
+        install(None)  # as in a worker, but without slots
         objects = load_portable(payload, contents)
         dataset, collate_fn, init_fn, on_error, fields, worker_count = objects
         introduce(number, worker_count, seed_worker(base_seed, number), dataset, init_fn)

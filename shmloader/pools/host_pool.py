@@ -29,7 +29,6 @@ from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.nursery import Nursery, start_nursery
 from shmloader.pools.nursery_process import Facts, HostStart
 from shmloader.pools.starting import pickle_for_workers, remedied
-from shmloader.pools.status_page import StatusPage
 from shmloader.process_state import PROCESS
 
 
@@ -140,7 +139,6 @@ class SharedWorkers:
     """
 
     is_shared = True
-    page: Any = None
 
     def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
         # None once closed: the pool, and the process that owns the workers.
@@ -163,8 +161,7 @@ class SharedWorkers:
 
     def open(self) -> None:
         """Make what the workers get."""
-        self.page = StatusPage(self._pool.worker_count)
-        self._payloads.append(Payload((self._tasks, self.page)))
+        self._payloads.append(Payload(self._tasks))
         names = ("collate_fn", "on_error")
         self._payloads.append(pickle_for_workers(self._functions, names, "spawn"))
 
@@ -175,7 +172,7 @@ class SharedWorkers:
             OSError: If there are no descriptors or processes left.
             RuntimeError: If the nursery has ended.
         """
-        self.page.clear(worker_id)
+        self._tasks.page.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
         try:
@@ -202,6 +199,5 @@ class SharedWorkers:
             self._channel.close()
         for payload in self._payloads:
             payload.close()
-        if self.page is not None:
-            self.page.close()
+        self._tasks.page.close()
         self._pool = self.nursery = None

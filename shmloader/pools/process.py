@@ -46,7 +46,7 @@ from shmloader.pools.forking import Waker, is_readable
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.slot_memory import SlotMemory
 from shmloader.pools.starting import remedied
-from shmloader.pools.status_page import FIRST_TASK, RECEIVING, AtWork, Phase, StatusPage
+from shmloader.pools.status_page import FIRST_TASK, RECEIVING, AtWork, Phase
 from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, let_others_run
 from shmloader.process_state import PROCESS
 from shmloader.sampling.indices import IndexArray
@@ -78,7 +78,7 @@ class ProcessPool:
 
     Args:
         starter: Starts and ends the workers. The pool owns it from now on.
-        tasks: How tasks are served. The pool owns the slots and the queue.
+        tasks: How tasks are served. The pool owns the slots, the queue and the page.
         locker: Locks the pages of slots that are lent, if a device reads them.
         may_replace: Whether ``start`` will be called. If so, everything that starting a worker
             needs is kept.
@@ -104,7 +104,7 @@ class ProcessPool:
         self.memory = SlotMemory(tasks.arena, locker, admission)
         self.counts = self.memory.counts
         self._starter, self.queue, self._grace_s = starter, tasks.queue, grace_s
-        self.has_queue = tasks.queue is not None
+        self._page, self.has_queue = tasks.page, tasks.queue is not None
         # How often to look for messages before sleeping.
         self._looks = SHARED_LOOKS if starter.is_shared else LOOKS
         self._pid = os.getpid()
@@ -128,7 +128,6 @@ class ProcessPool:
         try:
             with remedied():
                 starter.open()
-                self._page: StatusPage = starter.page
                 if self._is_closed:  # at the interpreter's exit
                     starter.close()
                 for worker_id in range(count):

@@ -33,7 +33,6 @@ from shmloader.pools.forking import (
 )
 from shmloader.pools.handle import WorkerHandle, end_unused
 from shmloader.pools.nursery import Nursery, nursery_of_process
-from shmloader.pools.status_page import StatusPage
 from shmloader.pools.worker import WorkerStart, worker_main
 from shmloader.process_state import PROCESS
 from shmloader.threads import all_parked
@@ -83,7 +82,6 @@ class OwnWorkers:
     """Starts the workers of one pool, and owns the objects that all of them get.
 
     Attributes:
-        page: Shows what each worker is doing.
         nursery: The process that forks the workers; None if this process starts each of them.
         lost: Why all workers have ended at once. Always "" here.
 
@@ -96,7 +94,6 @@ class OwnWorkers:
         names: What the user calls each of the objects, for the text of an error.
     """
 
-    page: Any = None
     nursery: Nursery | None = None
     is_shared, lost = False, ""
 
@@ -129,7 +126,6 @@ class OwnWorkers:
             OSError: If there are no descriptors or processes left.
         """
         self._parent_death = ParentDeathPipe()
-        self.page = StatusPage(self._worker_count)
         if self._method == "fork":
             self._payload = ForkedPayload(self._objects)
         else:
@@ -159,14 +155,14 @@ class OwnWorkers:
 
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
         """Start a worker. With ``reports``, it first reports that torch's generator is free."""
-        self.page.clear(worker_id)
+        self._tasks.page.clear(worker_id)
         is_fork = self._method == "fork"
         if not is_fork:
             self.nursery = self._find_nursery(is_awaited=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
         shared = self._worker_count, self._base_seed, self._parent_death
-        start = WorkerStart(worker_id, *shared, (self._tasks, self.page), reports)
+        start = WorkerStart(worker_id, *shared, self._tasks, reports)
         closer = functools.partial(close_inherited, self._tasks.arena) if is_fork else None
         arguments = self._payload, theirs, start, closer
         process = self._context.Process(
@@ -215,14 +211,13 @@ class OwnWorkers:
         self._payload = None
         if self._parent_death is not None:
             self._parent_death.read.close_all()
-        if self.page is not None:
-            self.page.close_for_start()
+        self._tasks.page.close_for_start()
 
     def close(self) -> None:
         """Close everything. May be called again, and in a forked child."""
         self.nursery = None
         self.finish()
-        for resource in (self._channel, self._parent_death, self.page):
+        for resource in (self._channel, self._parent_death, self._tasks.page):
             if resource is not None:
                 resource.close()
 

@@ -49,7 +49,6 @@ from shmloader.pools.status_page import (
     RECEIVING,
     STACK_SIGNAL,
     Phase,
-    StatusPage,
 )
 from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, receive, watch_queue
 from shmloader.pools.worker_dataset import introduce
@@ -64,8 +63,7 @@ class WorkerStart:
         worker_count: The most workers there may be.
         base_seed: Seeds the worker's random generators, together with its number.
         parent_death: Ends this process with the one that owns it.
-        client: How the tasks of its only client are served, and the client's status page; None if
-            ranks share the worker.
+        client: How the tasks of its only client are served; None if ranks share the worker.
         reports: Whether the worker first reports that torch's generator is not locked.
     """
 
@@ -73,7 +71,7 @@ class WorkerStart:
     worker_count: int
     base_seed: int
     parent_death: ParentDeathPipe
-    client: tuple[TaskConfig, StatusPage] | None = None
+    client: TaskConfig | None = None
     reports: bool = False
 
 
@@ -143,15 +141,9 @@ class _Client:
 
     poll: select.epoll
 
-    def __init__(
-        self,
-        channel: socket.socket,
-        tasks: TaskConfig,
-        page: StatusPage,
-        worker_id: int,
-    ) -> None:
+    def __init__(self, channel: socket.socket, tasks: TaskConfig, worker_id: int) -> None:
         self.channel, self._tasks = channel, tasks
-        self.line = page.open_line(worker_id)
+        self.line = tasks.page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
         self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
         # From where messages are received: from the queue as soon as the worker knows where its
@@ -256,7 +248,7 @@ class _Worker:
         # The one that was served longest ago comes first.
         self._clients: list[_Client] = []
         if start.client is not None:
-            self._add(_Client(channel, *start.client, start.worker_id))
+            self._add(_Client(channel, start.client, start.worker_id))
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the channel is closed."""
@@ -379,13 +371,13 @@ class _Worker:
             os.sched_setaffinity(0, cores | os.sched_getaffinity(0))
         try:
             # The rank has sent both before it sent the channel.
-            tasks, page = receive_payload(channel).load()
+            tasks = receive_payload(channel).load()
             functions = receive_payload(channel)
         except ConnectionError:
             channel.close()
             return True
         self._poll.register(channel, select.EPOLLIN)
-        client = _Client(channel, tasks, page, self._start.worker_id)
+        client = _Client(channel, tasks, self._start.worker_id)
         self._add(client)
         self._open(client, functions)
         return True

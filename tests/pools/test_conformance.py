@@ -39,7 +39,7 @@ from shmloader.pools.nursery import Nursery
 from shmloader.pools.nursery_process import HostStart, serve
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.starting import OwnWorkers
-from shmloader.pools.status_page import Phase
+from shmloader.pools.status_page import Phase, StatusPage
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.threads import all_parked
@@ -59,7 +59,7 @@ def as_it_is(sample: Any) -> Any:
 def processes(
     make: Callable[[Any], Any], worker_count: int, queue: TaskQueue | None = None
 ) -> Pool:
-    tasks = TaskConfig(PLAN, Arena.create(None, WINDOW + LENT), queue)
+    tasks = TaskConfig(PLAN, Arena.create(None, WINDOW + LENT), StatusPage(worker_count), queue)
     objects = Calls(make, 1 << 20), None, as_it_is, "raise"
     starter = OwnWorkers(None, worker_count, objects, tasks, base_seed=1)
     return started(ProcessPool(starter, tasks, worker_count), worker_count)
@@ -82,7 +82,8 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     """Workers that ranks share. This process is the only rank."""
     pool = open_host_pool(Calls(make, 1 << 20), None, worker_count, 1, is_alone=True)
     POOLS_OF_HOST.append(pool)
-    tasks = TaskConfig(PLAN, Arena.create(None, WINDOW + LENT), TaskQueue())
+    arena, page = Arena.create(None, WINDOW + LENT), StatusPage(worker_count)
+    tasks = TaskConfig(PLAN, arena, page, TaskQueue())
     starter = SharedWorkers(pool, (as_it_is, "raise"), tasks)
     return started(ProcessPool(starter, tasks, worker_count), worker_count)
 

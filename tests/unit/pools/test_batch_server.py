@@ -43,7 +43,7 @@ class Bench:
         self.dataset = dataset
         self.arena = Arena.create(8 * MIB, 1)
         self.slot = self.arena.slots[0]
-        tasks = TaskConfig(config, self.arena)
+        tasks = TaskConfig(config, self.arena, None)
         self.server = BatchServer(tasks, 0, SimpleNamespace(set_sample=None))
         maker = BatchMaker(config, dataset, list, where="here", timer=self.server._timer)
         self.fetcher = maker.fetcher = Fetcher()

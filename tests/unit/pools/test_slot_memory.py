@@ -178,7 +178,7 @@ def test_long_indices_go_into_a_slot_whose_mapping_a_device_reads():
     locker, queue = Locker(), TaskQueue()
     arena = Arena.create(64 * MIB, 1)
     starter = MagicMock(is_shared=False, nursery=None)
-    pool = ProcessPool(starter, TaskConfig(None, arena, queue), 0, locker)
+    pool = ProcessPool(starter, TaskConfig(None, arena, None, queue), 0, locker)
     fill(pool.memory, 0, 1000)
     pool.memory.lock(0)
     indices = bytes(range(256)) * 4096
