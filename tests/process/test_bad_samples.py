@@ -215,16 +215,6 @@ def test_in_ranks_a_bad_sample_of_a_planned_batch_is_left_out(workers, make, cap
 
 
 @BOTH
-def test_in_ranks_all_give_as_many_batches_of_the_same_sizes(workers):
-    sizes = []
-    for rank in range(3):
-        dataset = Numbers(29, 0, 3, 10, 11, 28)
-        sampler = DistributedSampler(dataset, num_replicas=3, rank=rank, shuffle=False)
-        sizes.append([len(batch) for batch in load(dataset, workers, sampler=sampler)])
-    assert sizes == [[4, 4, 2]] * 3
-
-
-@BOTH
 def test_in_ranks_a_batch_of_which_nothing_is_left_raises(workers):
     dataset = Numbers(24, 8, 10, 12, 14)
     loader = load(dataset, workers, **in_ranks(dataset, "sampler"))
@@ -242,21 +232,6 @@ def test_in_ranks_without_batching_a_bad_sample_raises(workers):
     options = {"batch_size": None, "collate_fn": None, **in_ranks(dataset, "sampler")}
     first, error = outcomes(load(dataset, workers, **options))
     assert (first, type(error)) == (0, TooManyFailures)
-
-
-@BOTH
-def test_what_collate_raises_is_raised(workers):
-    def collate(samples: list[int]) -> list[int]:
-        if 4 in samples:
-            raise Bad("collate's own")
-        return samples
-
-    loader = load(Numbers(12, 1, 5), workers, collate_fn=collate)
-    first, error, last = outcomes(loader)
-    assert (first, last) == ([0, 2, 3], [8, 9, 10, 11])
-    assert type(error) is Bad
-    assert "collate's own" in str(error)
-    assert listed(loader) == [1, 5]
 
 
 @pytest.mark.sampled(2)
@@ -463,9 +438,6 @@ def test_failures_of_a_batch_that_cannot_be_sent_are_counted():
     loader = load(Numbers(8, 1), collate_fn=lambda samples: [threading.Lock(), samples])
     assert [type(step) for step in outcomes(loader)] == [TypeError, TypeError]
     assert listed(loader) == [1]
-
-
-# ---------------------------------------------------------------- arguments
 
 
 class ListsAlone:

@@ -70,6 +70,9 @@ def make_interrupted():
 def make_nothing():
     return 7
 
+def make_a_class():
+    return Slow
+
 def make_once():
     yield from [torch.zeros(4)] * 3
 
@@ -117,6 +120,14 @@ def run(*arguments: str) -> int:
         ),
         (("bench", "loaders_of_mine:make", "--step-ms", "-1"), "invalid duration value: '-1'"),
         (("report", "no.json"), "no.json"),
+        (
+            ("doctor", "loaders_of_mine:make_nothing"),
+            "an int, which is neither a DataLoader nor a ",
+        ),
+        (
+            ("doctor", "loaders_of_mine:make_a_class"),
+            "a type, which is neither a DataLoader nor a ",
+        ),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(capsys, arguments, text) -> None:
@@ -275,6 +286,7 @@ def test_doctor_names_its_checks(capfd) -> None:
     assert code == 0
     assert found["checks"]["shared_memory"] == "ok"
     assert set(found["checks"]) == {"shared_memory", "accelerator", "c_function"}
+    assert set(found["rows"]) >= {"cores", "memory", "start method"}
     code, found = json_of(capfd, "doctor", "loaders_of_mine:make_loud")
     checks = {"fork": "ok", "cuda": "ok", "pickle": "skipped", "batch": "ok"}
     assert (code, found["checks"], found["problems"]) == (0, checks, [])

@@ -490,30 +490,6 @@ def test_a_batch_that_kills_each_worker_uses_up_the_restarts(in_order, caplog) -
     assert [pid in log for log in logs] == [False, False]  # the third one's
 
 
-def test_past_the_limit_a_death_raises_and_says_so(caplog) -> None:
-    deaths, is_replaced = Deaths({2: 1, 5: 1, 8: 1}), Switch(is_on=False)
-
-    def sample(index: int) -> torch.Tensor:
-        if index == 8:  # the last of the three to be noticed, though another worker loads it
-            wait_until(lambda: is_replaced)
-        deaths.come(index)
-        if index == 5:
-            is_replaced.turn(on=True)
-        return row(index)
-
-    loader = DataLoader(Calls(sample, 12), num_workers=2, worker_restarts=2)
-    seen: list[int] = []
-    with pytest.raises(WorkerDiedError) as raised:
-        seen.extend(content(batch) for batch in loader)
-    assert seen == expected(12)[:8]
-    text = str(raised.value)
-    assert "exit code 3." in text
-    assert "Worker 0 was loading batch 8 (index 8)." in text
-    assert text.endswith("No restart is left in this epoch (worker_restarts=2).")
-    assert len(told(caplog)) == 2
-    assert contents(loader) == expected(12)
-
-
 def test_long_index_lists_are_sent_again() -> None:
     """They lie in the batch's slot, which the dead worker has written over."""
     deaths = Deaths({40_000: 1})

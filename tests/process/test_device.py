@@ -340,21 +340,6 @@ def test_a_transform_that_moves_a_batch_to_another_device_is_told(late: LateDevi
     assert found + late.contents(batches) == ends(8)[:3] + ends(8)[4:]
 
 
-class Wrapped:
-    __slots__ = ("parts",)
-
-    def __init__(self, *parts) -> None:
-        self.parts = parts
-
-
-def test_tensors_inside_of_what_a_transform_returns_are_recorded(late: LateDevice) -> None:
-    loader = make(100, device_transform=lambda batch: Wrapped({"x": Pair(batch, 1)}))
-    with on(torch.Stream("late:0")):
-        found = late.contents(batch.parts[0]["x"].image for batch in loader)
-    assert found == ends(100)
-    assert late.count("recorded streams") == 100
-
-
 class Bad:
     def to(self, device, non_blocking=False):
         raise ValueError("not to be moved")

@@ -209,27 +209,6 @@ def test_a_dataset_that_raises_is_a_problem(doctor) -> None:
     assert "making it raises FileNotFoundError: no such image" in out
 
 
-def raises() -> None:
-    raise KeyError("path")
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (3, "module_to_examine:make raised TypeError: 'int' object is not callable"),
-        (raises, "module_to_examine:make raised KeyError: 'path'"),
-        (lambda: 3, "returned an int, which is neither a DataLoader nor a dataset"),
-        (lambda: Holding, "returned a type, which is neither a DataLoader nor a dataset"),
-        (lambda: None, "returned a NoneType, which is neither a DataLoader nor a dataset"),
-    ],
-)
-def test_a_bad_target_is_a_usage_error_in_one_line(make, text, doctor) -> None:
-    code, out, err = doctor.run(make)
-    assert (code, out) == (2, "")
-    assert text in err
-    assert err.count("\n") == 1
-
-
 def test_the_report_of_a_healthy_loader_has_all_rows_and_says_so(doctor) -> None:
     make = functools.partial(shmloader.DataLoader, Holding(), 4, num_workers=2)
     code, out, _ = doctor.run(make)
@@ -237,9 +216,3 @@ def test_the_report_of_a_healthy_loader_has_all_rows_and_says_so(doctor) -> None
     assert f"\n  batch           {size(4 * 16 * 8)}\n" in out
     assert "No problem was found." in out
     assert "problem   " not in out
-
-
-def test_the_machine_is_shown_as_json_without_a_target(capsys) -> None:
-    assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["rows"]
-    assert set(found) >= {"cores", "memory", "start method"}

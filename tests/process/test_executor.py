@@ -269,16 +269,6 @@ def test_an_end_cancels_what_is_pending_and_leaves_the_executor(
     assert futures.submit(abs, -3).result() == 3
 
 
-def test_an_epoch_that_is_left_is_not_waited_for(pool, gate) -> None:
-    make = failing_at(2, gate.pass_through)
-    loader = numbers(pool, make, persistent_workers=True)
-    assert next(iter(loader)) == 0
-    iterator = iter(loader)  # while a process is in batch 2
-    assert next(iterator) == 0
-    gate.open(4)
-    assert list(iterator) == [1, None, *range(3, 24)]
-
-
 def test_a_late_batch_is_named_and_not_lost(pool, gate) -> None:
     make = lambda index: gate.pass_through() or index  # noqa: E731
     iterator = iter(numbers(pool, make, length=3, timeout=0.2))

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import shmloader
 from shmloader import DataLoader, SampleTimeoutError
 from tests.process.support import Calls, Gate, Streams, Switch, outcomes
 
@@ -152,16 +151,6 @@ def test_a_worker_that_no_thread_of_its_own_can_end_is_replaced_too(hang):
     sample = lambda index: index if index != 1 else hang()  # noqa: E731
     with load(Calls(sample, 8), on_error="skip") as loader:
         assert read(loader) == [[0, 2, 3], [4, 5, 6, 7]]
-
-
-def test_too_many_that_hang_end_the_epoch():
-    options = {"on_error": "skip", "max_failures": 2, "sample_timeout": 0.1}
-    with load(Hangs(*range(4, 24)), **options) as loader:
-        iterator = iter(loader)
-        assert next(iterator).tolist() == [0, 1, 2, 3]
-        with pytest.raises(shmloader.TooManyFailures) as caught:
-            next(iterator)
-        assert isinstance(caught.value.__cause__, SampleTimeoutError)
 
 
 @pytest.mark.slow
