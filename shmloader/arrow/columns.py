@@ -43,10 +43,6 @@ _VALUES: dict[str | None, Callable[[_Array], Any]] = {
 }
 
 
-def _own_dtype(dtype: np.dtype[Any], _: str | None) -> np.dtype[Any]:
-    return dtype
-
-
 class _BufferField(Field):
     """A field that is read from its column's buffers.
 
@@ -54,18 +50,18 @@ class _BufferField(Field):
         column: A ``pyarrow.ChunkedArray`` without None, also inside of lists.
         form: What samples have: tensors ("torch"), arrays and numpy's numbers ("numpy"), or lists
             and Python's numbers (None).
-        dtype_of: Says the dtype of the numbers in samples.
+        dtype_of: Says the dtype of the numbers in samples; None for that of the column.
 
     Attributes:
         values: An array in which the column's numbers lie, in pieces.
     """
 
     def __init__(
-        self, column: Any, form: str | None = None, dtype_of: DTypeOf = _own_dtype
+        self, column: Any, form: str | None = None, dtype_of: DTypeOf | None = None
     ) -> None:
         self._chunks, self._form = Chunks(column), form
         span = self._read(column)
-        dtype = dtype_of(span.array.dtype, form)
+        dtype = span.array.dtype if dtype_of is None else dtype_of(span.array.dtype, form)
         if dtype is None:
             raise UnreadableError(f"samples have no {span.array.dtype}")
         self.values, self._dtype = span.array, np.dtype(dtype)

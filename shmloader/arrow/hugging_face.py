@@ -47,11 +47,10 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
     form, table, features = dataset.format, dataset.data, dataset.features
     if not _is_known(dataset, form) or not hasattr(dataset, "_indices"):
         return None
-    others = [name for name in table.column_names if name not in form["columns"]]
-    formatted = [name for name in table.column_names if name in form["columns"]]
-    forms = dict.fromkeys(formatted, form["type"])
+    names, formatted = table.column_names, form["columns"]
+    forms = {name: form["type"] for name in names if name in formatted}
     if form["output_all_columns"]:
-        forms |= dict.fromkeys(others)
+        forms |= dict.fromkeys(name for name in names if name not in formatted)
     fields: dict[str, Field] = {}
     try:
         indices = dataset._indices

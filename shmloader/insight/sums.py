@@ -197,12 +197,8 @@ class Sums:
         for cause, asked_ns, _, _, stage_began, stage_ended, *known in calls:
             if not cause:
                 *_, nbytes, _, began_ns, fetch_ns, collate_ns, _, count = known
-                staged_ns = stage_ended - stage_began
-                for name, each_ns in (
-                    ("fetch", fetch_ns),
-                    ("collate", collate_ns),
-                    (stage, staged_ns),
-                ):
+                spent = {"fetch": fetch_ns, "collate": collate_ns, stage: stage_ended - stage_began}
+                for name, each_ns in spent.items():
                     added["stage", name] += each_ns
                     if name != "build":  # which is what is left of all waiting
                         added["wait", name] += each_ns

@@ -22,6 +22,7 @@ import collections
 import contextlib
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -231,16 +232,13 @@ class Executors:
     def _get(self, key: Any) -> Any:
         """Return an executor, after it was started if it was missing."""
         if key not in self._running:
-            made: Any
-            if key == "device":
-                made = DeviceExecutor(self._destination)
-            elif key == "coroutine":
-                made = LoopExecutor("shmloader_loop")
-            elif key == "thread":
-                made = ThreadExecutor("shmloader_pipe", self._config.num_threads)
-            else:
-                made = ThreadExecutor("shmloader_source", 1)
-            self._running[key] = made  # before it starts: no thread may start unlisted
+            makers: dict[str, Callable[[], Any]] = {
+                "source": lambda: ThreadExecutor("shmloader_source", 1),
+                "thread": lambda: ThreadExecutor("shmloader_pipe", self._config.num_threads),
+                "coroutine": lambda: LoopExecutor("shmloader_loop"),
+                "device": lambda: DeviceExecutor(self._destination),
+            }
+            made = self._running[key] = makers[key]()  # listed before it starts
             made.start()
         return self._running[key]
 

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class Piece(NamedTuple):
     stop: int
 
 
+@dataclass(eq=False, repr=False)
 class CutDataset(Dataset[Any]):
     """A dataset whose long samples are cut. ``TokenBatches.pieces_of()`` makes it.
 
@@ -43,22 +45,16 @@ class CutDataset(Dataset[Any]):
         owners, starts: Of each further piece: its sample, and its first token.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        long: Numbers,
-        lengths: Numbers,
-        limit: int,
-        owners: Numbers,
-        starts: Numbers,
-    ) -> None:
-        self.dataset = dataset
-        self._long, self._lengths, self._limit = long, lengths, limit
-        self._owners, self._starts = owners, starts
+    dataset: Any
+    long: Numbers
+    lengths: Numbers
+    limit: int
+    owners: Numbers
+    starts: Numbers
 
     def __len__(self) -> int:
         """Return the number of pieces."""
-        return len(self.dataset) + len(self._owners)
+        return len(self.dataset) + len(self.owners)
 
     def __getitem__(self, number: int) -> Any:
         """Load a piece.
@@ -85,15 +81,15 @@ class CutDataset(Dataset[Any]):
         later = int(number) - len(self.dataset)
         if later < 0:
             return int(number), 0
-        return int(self._owners[later]), int(self._starts[later])
+        return int(self.owners[later]), int(self.starts[later])
 
     def _cut(self, sample: Any, index: int, start: int) -> Any:
         """Return the piece of a sample that begins at a token."""
-        place = int(np.searchsorted(self._long, index))
-        if place == len(self._long) or self._long[place] != index:
+        place = int(np.searchsorted(self.long, index))
+        if place == len(self.long) or self.long[place] != index:
             return sample
-        length = int(self._lengths[place])
-        cut = cut_sequences(sample, length, slice(start, min(start + self._limit, length)))
+        length = int(self.lengths[place])
+        cut = cut_sequences(sample, length, slice(start, min(start + self.limit, length)))
         if cut is sample:
             raise ValueError(
                 f"sample {index} should have a sequence of {length} tokens, as the lengths of "

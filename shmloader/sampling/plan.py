@@ -131,11 +131,9 @@ class EpochPlan:
                 own = {"state": saved["state"]} if "state" in saved else {}
                 saved = {"has_started": False, **own}
         if draws_seed and not drawn:
-            present = self.state.dump(has_started=False)  # to which the generators are set back
-            saved = {
-                **(saved or {"has_started": False}),
-                "generators": present.get("generators", []),
-            }
+            # The generators are set back to their present states.
+            present = self.state.dump(has_started=False).get("generators", [])
+            saved = (saved or {"has_started": False}) | {"generators": present}
         elif drawn and not draws_seed and (self.generator is not None or draws_globally):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self.newest = self.order

@@ -31,8 +31,7 @@ class RngState:
 
     def __init__(self, *key: int) -> None:
         text = ",".join(map(str, key)).encode()
-        words = hashlib.blake2b(text, digest_size=32, person=b"shmloader draws").digest()
-        self._seed = words
+        self._seed = hashlib.blake2b(text, digest_size=32, person=b"shmloader draws").digest()
         self._state: GlobalState | None = None
 
     @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The order of a loader without a seed: what its samplers yield, drawn as torch draws it."""
 
+import collections
 import functools
 import itertools
 from collections.abc import Iterator
@@ -186,11 +187,10 @@ class EpochDraw(Iterator[Any]):
         Those before are drawn. Raises ValueError if the last one of them is not the batch that was
         delivered.
         """
-        epoch, last = self._epoch, None
+        epoch = self._epoch
         start, kind = epoch.progress.start, describe(self._order.index_sampler)
-        passed = 0
-        for passed, last in enumerate(itertools.islice(items, start), 1):  # noqa: B007
-            pass
+        before = enumerate(itertools.islice(items, start), 1)
+        passed, last = collections.deque(itertools.chain([(0, None)], before), 1)[0]
         if passed < start:
             raise too_few(start, passed, kind)
         epoch.check_passed(last, kind)

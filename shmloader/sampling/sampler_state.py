@@ -15,6 +15,7 @@ import copy
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -57,9 +58,6 @@ _encode = json.JSONEncoder().encode
 
 # How many items are kept at least.
 FEW = 8
-
-# Never changed.
-_NOTHING: dict[Any, Any] = {}
 
 _REMEDY = (
     "Correct its state_dict(), or set state_dict = None in its class. A resumed loader then "
@@ -223,6 +221,7 @@ DRAWN_ELSEWHERE = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class DrawnEpoch:
     """What a state needs of an epoch that is drawn from a sampler. It outlives the iterator.
 
@@ -237,20 +236,13 @@ class DrawnEpoch:
         most: How many items there may be.
     """
 
-    __slots__ = ("items", "most", "number", "progress", "saved", "state", "undrawn")
-
-    def __init__(
-        self,
-        number: int = 0,
-        progress: Progress | None = None,
-        saved: dict[str, Any] | None = None,
-    ) -> None:
-        self.number, self.saved = number, saved or _NOTHING
-        self.progress = Progress() if progress is None else progress
-        self.state = _NOTHING
-        self.undrawn: Any = None
-        self.items: dict[int, Any] = _NOTHING
-        self.most = 0
+    number: int = 0
+    progress: Progress = field(default_factory=Progress)
+    saved: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    undrawn: Any = None
+    items: dict[int, Any] = field(default_factory=dict)
+    most: int = 0
 
     def add(self, position: int, item: Any) -> None:
         """Add an item that was drawn, and the position once it is done."""
@@ -320,7 +312,7 @@ class Order:
 
     def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
         """Set the epoch that is iterated next, which continues at the progress's position."""
-        self._epoch = DrawnEpoch(number, progress, saved)
+        self._epoch = DrawnEpoch(number, progress, saved or {})
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers the number of the next epoch; most orders tell it when it begins."""

@@ -118,8 +118,7 @@ class Board:
     def _add(self, reader: int, data: bytes) -> None:
         one, self._seen[reader] = self._facts[reader], data
         known, is_all, positions = pickle.loads(data)
-        if known > one.known or is_all:
-            one.known, one.is_all = max(known, one.known), is_all or one.is_all
+        one.known, one.is_all = max(known, one.known), is_all or one.is_all
         last = one.positions[-1][0]
         one.positions += [each for each in positions if each[0] > last]
 

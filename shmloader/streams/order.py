@@ -8,7 +8,8 @@ Used on the user's thread, apart from :meth:`ReaderOrder.hear`.
 """
 
 import collections
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any, Self
 
 from shmloader.grammar import warn_user
@@ -210,16 +211,14 @@ class ReaderOrder(Order):
         self._pass()
         if self._is_over:
             raise StopIteration
-        waiting: Iterator[Any] | None = None
+        waits = pauses(self.timeout_s, self._describe_wait()) if self.may_wait else ()
+        looks = itertools.chain((None,), waits)  # what others have posted may be enough
         while True:
             try:
                 return self._next()
             except Unknown:
                 assert self._board is not None
-                if waiting is None:  # what others have posted may be enough
-                    waits = self.may_wait
-                    waiting = pauses(self.timeout_s, self._describe_wait()) if waits else iter(())
-                elif next(waiting, waiting) is waiting:
+                if next(looks, self) is self:
                     self._owed += 1
                     raise NotYet from None
                 self._board.read()

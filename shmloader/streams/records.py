@@ -12,9 +12,6 @@ from shmloader.streams.cache import ShardCache
 from shmloader.streams.formats import Format
 from shmloader.streams.stages import Item, Key, Run, Stage, State
 
-# The pass and the shard of a key.
-_turn_and_shard = itemgetter(0, 1)
-
 
 class ShardRecords(Stage):
     """Reads the records of a reader's shards, one shard after the other.
@@ -100,7 +97,7 @@ class ShardRecords(Stage):
     def again(self, keys: Sequence[Key]) -> list[Item]:
         """Read records by point reads, shard by shard."""
         found: list[Item] = []
-        for (_, shard), wanted in itertools.groupby(sorted(keys), _turn_and_shard):
+        for (_, shard), wanted in itertools.groupby(sorted(keys), itemgetter(0, 1)):
             found += self._again_of(shard, list(wanted))
         return found
 
