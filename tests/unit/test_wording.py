@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import shmloader
+from shmloader.grammar import described_type, with_article
 from tests.wording import long_sentences
 
 ROOT = Path(shmloader.__file__).parent
@@ -84,3 +85,22 @@ def test_sizes_in_messages_have_a_unit_that_fits(messages) -> None:
 def test_messages_are_found_wherever_they_stand(code, long) -> None:
     found = [text for _, text in messages_in(ast.parse(code))]
     assert any(map(long_sentences, found)) is long
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1, "an int"),
+        (1.5, "a float"),
+        ([], "a list"),
+        (object(), "an object"),
+        (None, "a NoneType"),
+    ],
+)
+def test_a_class_is_named_with_its_article(value, text) -> None:
+    assert described_type(value) == text
+
+
+@pytest.mark.parametrize("noun", ["an io.BytesIO", "an _io.TextIOWrapper", "a torch.Generator"])
+def test_an_underscore_is_not_spoken(noun) -> None:
+    assert with_article(noun.partition(" ")[2]) == noun

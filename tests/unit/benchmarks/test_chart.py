@@ -1,6 +1,5 @@
 """The chart of the README shows what RESULTS.md says, and a row that we lose."""
 
-import importlib
 import re
 import subprocess
 import sys
@@ -12,10 +11,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def chart(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("chart")
-    sys.modules.pop("chart", None)
+def chart(program):
+    return program("chart")
 
 
 def test_the_chart_has_three_rows_beside_torch_and_one_that_we_lose(chart):

@@ -1,74 +1,66 @@
 """The tables, the record and the time limit of the comparison with other loaders."""
 
-import importlib
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.process.support import wait_for_end
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+@pytest.fixture
+def report(program):
+    return program("_report")
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("_record", "_report", "_fresh")
-    yield [importlib.import_module(name) for name in names]
-    for name in names:
-        sys.modules.pop(name, None)
+def fresh(program):
+    return program("_fresh")
 
 
 @pytest.fixture
-def record_module(modules):
-    return modules[0]
+def record(program):
+    return program("_record").Record
 
 
 @pytest.fixture
-def report(modules):
-    return modules[1]
+def made_up(program):
+    run = program("_record").Run
+
+    def make(peer, round_, *, case="A", error=None, **figures):
+        return run(case, peer, round_, None if error else figures, error)
+
+    return make
 
 
-@pytest.fixture
-def fresh(modules):
-    return modules[2]
-
-
-def made_up(module, peer, round_, *, case="A", error=None, **figures):
-    return module.Run(case, peer, round_, None if error else figures, error)
-
-
-def test_a_cell_has_the_median_with_least_and_most(report, record_module):
+def test_a_cell_has_the_median_with_least_and_most(report, made_up):
     figure = report.Figure("us", "µs", ",.1f", less=True, scale=10)
-    runs = [made_up(record_module, "torch", n, us=us) for n, us in enumerate((300, 100, 200))]
+    runs = [made_up("torch", n, us=us) for n, us in enumerate((300, 100, 200))]
     assert report.cell(runs, figure) == "2,000.0 (1,000.0–3,000.0)"
     assert report.cell(runs[:1], figure) == "3,000.0"
-    assert report.cell([made_up(record_module, "torch", 0, error="it broke")], figure) == ""
+    assert report.cell([made_up("torch", 0, error="it broke")], figure) == ""
 
 
 @pytest.mark.parametrize(("less", "expected"), [(True, [3.0, 2.0]), (False, [1 / 3, 0.5])])
-def test_ratios_are_of_runs_of_one_round(report, record_module, less, expected):
+def test_ratios_are_of_runs_of_one_round(report, made_up, less, expected):
     figure = report.Figure("x", "x", ".1f", less=less)
     runs = [
-        made_up(record_module, "shmloader", 0, x=1.0),
-        made_up(record_module, "torch", 1, x=8.0),
-        made_up(record_module, "torch", 0, x=3.0),
-        made_up(record_module, "shmloader", 1, x=4.0),
-        made_up(record_module, "shmloader", 2, x=5.0),  # of a round without the other
-        made_up(record_module, "torch", 2, error="it broke"),
+        made_up("shmloader", 0, x=1.0),
+        made_up("torch", 1, x=8.0),
+        made_up("torch", 0, x=3.0),
+        made_up("shmloader", 1, x=4.0),
+        made_up("shmloader", 2, x=5.0),  # of a round without the other
+        made_up("torch", 2, error="it broke"),
     ]
     assert report.ratios(runs, "A", "shmloader", "torch", figure) == pytest.approx(expected)
 
 
-def test_a_table_says_why_a_loader_has_no_figures(report, record_module):
+def test_a_table_says_why_a_loader_has_no_figures(report, made_up):
     runs = [
-        made_up(record_module, "shmloader", 0, us_per_batch=20.0, main_us=10.0, first_s=0.1),
-        made_up(record_module, "torch", 0, error="no end after 120 s"),
-        made_up(record_module, "torch", 1, us_per_batch=40.0, main_us=10.0, first_s=0.1),
-        made_up(record_module, "SeqTools", 0, error="exit code 1: Odd: a | b"),
+        made_up("shmloader", 0, us_per_batch=20.0, main_us=10.0, first_s=0.1),
+        made_up("torch", 0, error="no end after 120 s"),
+        made_up("torch", 1, us_per_batch=40.0, main_us=10.0, first_s=0.1),
+        made_up("SeqTools", 0, error="exit code 1: Odd: a | b"),
     ]
     lines = report.table(
         runs, "A", ["shmloader", "torch", "SeqTools", "grain", "torchdata"],
@@ -82,13 +74,13 @@ def test_a_table_says_why_a_loader_has_no_figures(report, record_module):
     assert lines[6].startswith("| torchdata | not run |")
 
 
-def test_where_we_lose_is_said_as_well(report, record_module):
+def test_where_we_lose_is_said_as_well(report, made_up):
     peers = ["shmloader", "shmloader, share", "torch", "SPDL, threads"]
     runs = [
-        made_up(record_module, "shmloader", 0, case="G", grown_mb=300.0, first_s=2.0),
-        made_up(record_module, "shmloader, share", 0, case="G", grown_mb=200.0, first_s=4.0),
-        made_up(record_module, "torch", 0, case="G", grown_mb=400.0, first_s=8.0),
-        made_up(record_module, "SPDL, threads", 0, case="G", grown_mb=100.0, first_s=9.0),
+        made_up("shmloader", 0, case="G", grown_mb=300.0, first_s=2.0),
+        made_up("shmloader, share", 0, case="G", grown_mb=200.0, first_s=4.0),
+        made_up("torch", 0, case="G", grown_mb=400.0, first_s=8.0),
+        made_up("SPDL, threads", 0, case="G", grown_mb=100.0, first_s=9.0),
     ]
     found = {one.figure.key: one for one in report.standing(runs, "G", peers)}
     grown, first = found["grown_mb"], found["first_s"]
@@ -106,9 +98,9 @@ def test_where_we_lose_is_said_as_well(report, record_module):
     ("ours", "expected"),
     [([3, 3, 3], "we lead"), ([1, 1, 1], "**we lose**"), ([3, 1, 3], "rounds differ")],
 )
-def test_who_leads_is_said_if_all_rounds_agree(ours, expected, report, record_module):
+def test_who_leads_is_said_if_all_rounds_agree(ours, expected, report, made_up):
     runs = [
-        made_up(record_module, peer, round_, case="H", batches_per_s=float(rate))
+        made_up(peer, round_, case="H", batches_per_s=float(rate))
         for peer, rates in (("shmloader", ours), ("torch", [2, 2, 2]))
         for round_, rate in enumerate(rates)
     ]
@@ -116,9 +108,9 @@ def test_who_leads_is_said_if_all_rounds_agree(ours, expected, report, record_mo
     assert found.verdict == expected
 
 
-def test_other_content_is_told(report, record_module):
+def test_other_content_is_told(report, made_up):
     runs = [
-        made_up(record_module, peer, 0, content=content, us_per_batch=1.0)
+        made_up(peer, 0, content=content, us_per_batch=1.0)
         for peer, content in (("shmloader", "aa"), ("torch", "aa"), ("grain", "bb"))
     ]
     assert report.contents(runs, "A") == {"aa": ["shmloader", "torch"], "bb": ["grain"]}
@@ -126,25 +118,25 @@ def test_other_content_is_told(report, record_module):
     assert "Content DIFFERS: `aa` shmloader, torch; `bb` grain." in text
 
 
-def test_a_campaign_goes_on_where_it_was_interrupted(record_module, tmp_path):
+def test_a_campaign_goes_on_where_it_was_interrupted(record, made_up, tmp_path):
     path = tmp_path / "build" / "runs.jsonl"
     about = {"torch": "2.13.0", "workers": 2}
-    record = record_module.Record(path, about)
-    record.add(made_up(record_module, "torch", 0, us_per_batch=1.0))
-    record.add(made_up(record_module, "grain", 0, error="it broke"))
+    first = record(path, about)
+    first.add(made_up("torch", 0, us_per_batch=1.0))
+    first.add(made_up("grain", 0, error="it broke"))
     with path.open("a") as file:
         file.write('{"case": "A", "peer": "torch", "rou')  # killed meanwhile
 
-    again = record_module.Record(path, about)
-    assert again.runs == record.runs
+    again = record(path, about)
+    assert again.runs == first.runs
     assert again.has(0, "A", "torch")
     assert again.has(0, "A", "grain")
     assert again.has_whole(0, "A", "torch")
     assert not again.has_whole(0, "A", "grain")
     assert not again.has(1, "A", "torch")
     assert not again.has(0, "B", "torch")
-    again.add(made_up(record_module, "torch", 1, us_per_batch=2.0))
-    assert [run.round for run in record_module.Record(path, about).runs] == [0, 0, 1]
+    again.add(made_up("torch", 1, us_per_batch=2.0))
+    assert [run.round for run in record(path, about).runs] == [0, 0, 1]
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 

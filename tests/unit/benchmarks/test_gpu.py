@@ -1,34 +1,20 @@
 """What ``make gpu`` makes of its steps: verdicts, the check of batches, limits of time."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+@pytest.fixture
+def device(program):
+    return program("device")
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield {name: importlib.import_module(name) for name in ("gpu", "device", "_accelerator")}
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def device(modules):
-    return modules["device"]
-
-
-@pytest.fixture
-def gpu(modules):
-    return modules["gpu"]
+def gpu(program):
+    return program("gpu")
 
 
 def found_with(device, *, ours=100.0, ceiling=100.0, torchs=20.0, idle=0.01, wrong=0):
@@ -93,11 +79,8 @@ def test_a_goal_is_judged_by_the_epochs_after_the_first(device, goal, change, ra
     ],
 )
 @pytest.mark.usefixtures("late")
-def test_each_batch_that_is_wrong_or_missing_or_too_much_is_counted(modules, change, wrong):
-    device, accelerator = (
-        modules["device"],
-        modules["_accelerator"].Accelerator(torch.device("late:0")),
-    )
+def test_each_batch_that_is_wrong_or_missing_or_too_much_is_counted(program, device, change, wrong):
+    accelerator = program("_accelerator").Accelerator(torch.device("late:0"))
     data = device.Resident("image", device.Shape((3, 4, 4), 8, 6, 1, 8), 1.0)
     steps = device.Steps(accelerator, 0, 8, data.checksums())
     for batch in change([data.batch(number) for number in range(data.batches)]):

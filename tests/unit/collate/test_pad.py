@@ -124,7 +124,6 @@ BAD = [
         r"sample 1 of the batch is an int64 ndarray of shape \[2\], but sample 0 is a float64",
     ),
     ([np.array(["a"])], r"sample 0 of the batch has the dtype <U1, which torch lacks"),
-    ([], r"a batch without samples"),
 ]
 
 
@@ -133,27 +132,22 @@ def test_samples_that_cannot_be_joined_are_named(samples, text):
     for collate in (Pad(), Jagged()):
         with pytest.raises(ValueError, match=text):
             collate(samples)
-    if samples:
-        with pytest.raises(ValueError, match="field 'x': " + text):
-            Fields(x=Pad())([{"x": each} for each in samples])
+    with pytest.raises(ValueError, match="field 'x': " + text):
+        Fields(x=Pad())([{"x": each} for each in samples])
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"value": "x"}, "value should be a number, but is 'x'"),
         ({"side": "top"}, 'side should be "right" or "left", but is \'top\''),
         ({"multiple_of": 0}, "multiple_of should be a positive int or None, but is 0"),
         ({"max_length": 1.5}, "max_length should be a positive int or None, but is 1.5"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(TypeError if "value" in arguments else ValueError, match=text):
         Pad(**arguments)
-
-
-def test_a_value_that_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="value should be a number, but is 'x'"):
-        Pad("x")
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.uint8, -100), (torch.int8, 128)])

@@ -66,3 +66,9 @@ def chain(source: Iterable[Any], *ops: Callable[[Any], Any], sink: int = 3, **op
     for op in ops:
         builder.pipe(op)
     return builder.add_sink(sink).build(**options)
+
+
+def pipeline_threads() -> list[str]:
+    """Return the names of the threads that pipelines have started, and that run."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("shmloader_")]

@@ -23,11 +23,6 @@ async def agen():
     yield 1
 
 
-FUNCTION, COROUTINE, GENERATOR, ASYNC_GENERATOR = (
-    (False, False), (True, False), (False, True), (True, True)
-)  # fmt: skip
-
-
 def with_source():
     return PipelineBuilder().add_source([1])
 

@@ -15,7 +15,7 @@ import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
 from tests.process.support import stack_of, wait_until
-from tests.unit.pipeline.support import SOON_S, Gate, chain
+from tests.unit.pipeline.support import SOON_S, Gate, chain, pipeline_threads
 
 # Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
 END_S = 5.0
@@ -289,8 +289,7 @@ def test_an_interruption_while_a_thread_starts_leaves_no_thread(name, monkeypatc
         patch.setattr(threading.Thread, "start", start_and_raise)
         with pytest.raises(KeyboardInterrupt):
             iter(pipeline)
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("shmloader_")]
+    assert not pipeline_threads()
     assert sorted(pipeline) == [0, 1, 2]
 
 
@@ -307,19 +306,7 @@ def test_a_second_stop_ends_what_an_interrupted_one_has_left(monkeypatch):
             pipeline.stop()
     pipeline.stop()
     del items
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("shmloader_")]
-
-
-def test_what_an_iterator_has_started_the_next_one_stops():
-    pipeline = chain(range(3), abs)
-    older = iter(pipeline)
-    assert next(older) == 0
-    assert list(pipeline) == [0, 1, 2]
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("shmloader_")]
-    with pytest.raises(ClosedLoaderError):
-        next(older)
+    assert not pipeline_threads()
 
 
 def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import queue
@@ -11,7 +12,7 @@ from fractions import Fraction
 import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder, TooManyFailures
-from tests.unit.pipeline.support import SOON_S, Gate, Most, Squares, chain
+from tests.unit.pipeline.support import SOON_S, Gate, Most, Squares, chain, pipeline_threads
 
 
 def double(number):
@@ -408,8 +409,10 @@ def test_threads_are_kept_from_epoch_to_epoch_between_start_and_stop():
         assert len({thread for _ in range(3) for thread in pipeline}) == 1
 
 
-def test_a_second_iterator_leaves_the_firsts_epoch():
-    with chain(range(100)).auto_stop() as pipeline:
+@pytest.mark.parametrize("keeps_threads", [False, True])
+def test_a_second_iterator_leaves_the_firsts_epoch_and_stops_what_it_has_started(keeps_threads):
+    pipeline = chain(range(100))
+    with pipeline.auto_stop() if keeps_threads else contextlib.nullcontext():
         first = iter(pipeline)
         assert next(first) == 0
         second = iter(pipeline)
@@ -417,6 +420,7 @@ def test_a_second_iterator_leaves_the_firsts_epoch():
         with pytest.raises(ClosedLoaderError, match="another iterator"):
             next(first)
         assert list(second) == list(range(1, 100))
+        assert bool(pipeline_threads()) == keeps_threads
 
 
 def test_an_ended_iterator_stays_ended():

@@ -136,19 +136,6 @@ def test_whatever_the_stages_are(parts, last, data):
     )
 
 
-def test_what_was_read_ahead_does_not_count():
-    source = Counter(100)
-    pipeline = chain(source, add_one, sink=20)
-    with pipeline.auto_stop():
-        items = iter(pipeline)
-        assert next(items) == 1
-        while source.position < 20:
-            pass
-        state = pipeline.state_dict()
-    assert state["source"] == {"epoch": 0, "position": 1}
-    assert state["read"] == 0
-
-
 def test_after_the_end_of_an_epoch_the_next_one_begins():
     pipeline = chain(Counter(5), add_one)
     assert list(pipeline) == [1, 2, 3, 4, 5]
@@ -164,16 +151,6 @@ def test_before_the_first_epoch_the_state_is_the_sources():
     source.position = 3
     state = chain(source).state_dict()
     assert state["source"] == {"epoch": 0, "position": 3}
-
-
-def test_the_same_pipeline_goes_on_after_a_break_with_its_own_state():
-    source = Counter(20)
-    pipeline = chain(source, add_one)
-    for item in pipeline:
-        if item == 4:
-            break
-    pipeline.load_state_dict(pipeline.state_dict())
-    assert list(pipeline) == list(range(5, 21))
 
 
 def test_an_iterator_as_source_can_be_resumed_though_it_was_used():
