@@ -450,7 +450,6 @@ WAITS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", WAITS)
 def test_a_signal_is_heard_though_it_comes_as_the_wait_begins(kind, late) -> None:
     """It used to be heard when the next batch came, which may take for ever."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset, default_collate
 
 import shmloader
 from shmloader import DataLoader
@@ -17,7 +18,7 @@ ROWS = 30_000
 
 
 def own_collate(samples: list[Any]) -> Any:
-    return torch.utils.data.default_collate(samples)
+    return default_collate(samples)
 
 
 def plane(index: int) -> torch.Tensor:
@@ -246,7 +247,7 @@ def numpy_by_empty(samples: list[torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "make", [torch.utils.data.default_collate, by_empty, numpy_by_empty, lambda s: by_empty(s)[:1]]
+    "make", [default_collate, by_empty, numpy_by_empty, lambda s: by_empty(s)[:1]]
 )
 def test_what_a_collate_function_keeps_is_never_written_again(make) -> None:
     loader = DataLoader(
@@ -309,3 +310,69 @@ def test_the_same_tensor_twice_shares_its_memory_and_parts_are_views() -> None:
         assert float(batch["b"].max()) == float(batch["row"].max()) == -5
         assert batch["t"].max() == -5
         assert batch["back"].mean(dim=1).tolist() == [high, low]
+
+
+class KeepsAtItsEnd(IterableDataset):
+    kept: Any = None
+
+    def __iter__(self) -> Any:
+        if self.kept is not None:
+            yield self.kept.clone()
+        for n in range(2):
+            yield torch.full((20_000,), float(n))
+        self.kept = shmloader.empty((20_000,)).fill_(-1)
+
+
+def test_memory_taken_at_the_end_of_a_stream_is_never_written_again() -> None:
+    loader = DataLoader(KeepsAtItsEnd(), batch_size=None, num_workers=1, persistent_workers=True)
+    assert [batch[0] for batch in loader] == [0, 1]
+    for _ in range(3):
+        batches = [(batch.min().item(), batch.max().item()) for batch in loader]
+        assert batches == [(-1, -1), (0, 0), (1, 1)]
+
+
+def test_samples_in_the_slot_are_not_written_over_by_the_batch_made_of_them() -> None:
+    def items(index: int) -> list[torch.Tensor]:
+        made = [shmloader.empty((30_000,)).fill_(value) for value in (0, 1, 2)]
+        return made[::-1]
+
+    loader = DataLoader(Calls(items, 3), batch_size=None, collate_fn=default_collate, num_workers=1)
+    for batch in loader:
+        assert batch[:, 0].tolist() == [2, 1, 0]
+        assert batch[:, -1].tolist() == [2, 1, 0]
+
+
+def test_parts_that_are_copies_with_torch_do_not_share_memory() -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        whole = default_collate(samples)
+        array = np.arange(50_000)
+        return {
+            "t": whole, "n": whole.numpy(), "m": whole.numpy(),
+            "a": torch.from_numpy(array), "b": torch.from_numpy(array), "same": whole,
+        }  # fmt: skip
+
+    loader = DataLoader(
+        Calls(lambda n: torch.zeros(50_000), 2), batch_size=2, collate_fn=collate, num_workers=1
+    )
+    (batch,) = loader
+    batch["n"][:] = 1
+    batch["a"][:] = 0
+    assert not batch["t"].any()
+    assert not batch["m"].any()
+    assert batch["b"][-1] == 49_999
+    assert batch["same"] is batch["t"]
+
+
+def test_code_that_keeps_every_batch_takes_no_more_shared_memory(slots: Any) -> None:
+    class Generates(IterableDataset):
+        def __iter__(self) -> Any:
+            for n in range(60):
+                batch = shmloader.empty((30_000,)).fill_(n)
+                yield batch  # still in hand when the batch is answered
+
+    loader = DataLoader(Generates(), batch_size=None, num_workers=1)
+    batches = iter(loader)
+    for n in range(60):
+        batch = next(batches)
+        assert batch.min() == batch.max() == n
+    assert sum(slots.files().values()) <= 8 * (30_000 * 4 + 4096)  # no more than the slots

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.late import reason_to_skip
-from tests.process.support import Program, wait_until
+from tests.process.support import Done, Program, wait_until
 
 METHODS = ["fork", "spawn", "forkserver"]
 
@@ -59,6 +59,14 @@ def program(body: str, tmp_path, head: str = "") -> Program:
     return Program(f"{HEAD}{head}\nif __name__ == '__main__':\n{lines}\n", tmp_path / "program.py")
 
 
+def check_end(done: Done, code: int, error: str = "") -> None:
+    """Check that it ended with this code, with this error's traceback and no other output."""
+    assert done.err.count("Traceback") == bool(error), done.err
+    assert done.err.strip().endswith(error)
+    done.err = done.err if not error else ""
+    done.assert_quiet(code)
+
+
 KILLED = {
     "sleep": "in_thread('sleep', {method!r})",
     "compute": "in_thread('compute', {method!r})",
@@ -104,11 +112,8 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_forked_workers_end_with(end, busy, tmp_path) -> None:
     statement, code, error = ENDS[end]
-    done = program(f"loader, batches = workers('fork', {busy!r})\n{statement}", tmp_path).finish()
-    assert done.err.strip().endswith(error)
-    assert done.err.count("Traceback") == bool(error)
-    done.err = ""
-    done.assert_quiet(code)
+    running = program(f"loader, batches = workers('fork', {busy!r})\n{statement}", tmp_path)
+    check_end(running.finish(), code, error)
 
 
 ALIVE = {
@@ -267,11 +272,7 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
     )
     assert running.read_line() == "ready"
     os.killpg(running.pid, signal.SIGINT)
-    done = running.finish(20)
-    assert done.err.count("Traceback") == 1, done.err
-    assert done.err.strip().endswith("KeyboardInterrupt")
-    done.err = ""
-    done.assert_quiet(-signal.SIGINT)
+    check_end(running.finish(20), -signal.SIGINT, "KeyboardInterrupt")
 
 
 @pytest.mark.slow
@@ -288,8 +289,4 @@ def test_ctrl_c_while_workers_start_is_the_main_processs_alone(method, tmp_path)
     main = psutil.Process(running.pid)
     wait_until(lambda: any("spawn_main" in " ".join(c.cmdline()) for c in main.children()))
     os.killpg(running.pid, signal.SIGINT)
-    done = running.finish(30)
-    assert done.err.count("Traceback") == 1, done.err
-    assert done.err.strip().endswith("KeyboardInterrupt")
-    done.err = ""
-    done.assert_quiet(-signal.SIGINT)
+    check_end(running.finish(30), -signal.SIGINT, "KeyboardInterrupt")

@@ -2,9 +2,14 @@
 
 import re
 import signal
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
 
+from shmloader import DataLoader
 from tests.process.support import Done, run_program, wait_for_end
 
 pytestmark = pytest.mark.slow
@@ -62,17 +67,19 @@ def run(tmp_path, then: str = "pass", *, main: str = READ, method: str = "spawn"
     return run_program(source, tmp_path / "program.py")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_it_is_there_before_the_dataset_is_pickled(tmp_path, method) -> None:
-    done = run(tmp_path, method=method)
-    assert done.out.splitlines() == ["1", ALL], done.err
-    done.assert_quiet()
-
-
-def test_closures_and_each_worker_get_the_same(tmp_path) -> None:
-    """By cloudpickle, after pickle has failed: what that had noted of descriptors is forgotten."""
-    done = run(tmp_path, main="data.function = lambda: 0; " + READ)
-    assert done.out.splitlines() == ["1", "1", ALL], done.err
+# A closure is pickled by cloudpickle, after pickle has failed: what that had noted of descriptors
+# is forgotten.
+@pytest.mark.parametrize(
+    ("method", "main", "times"),
+    [
+        ("spawn", READ, 1),
+        ("forkserver", READ, 1),
+        ("spawn", "data.function = lambda: 0; " + READ, 2),
+    ],
+)
+def test_it_is_there_before_the_dataset_is_pickled(tmp_path, method, main, times) -> None:
+    done = run(tmp_path, method=method, main=main)
+    assert done.out.splitlines() == ["1"] * times + [ALL], done.err
     done.assert_quiet()
 
 
@@ -306,3 +313,32 @@ def test_what_the_program_finds_elsewhere_its_workers_do(name, tmp_path) -> None
         is_fresh=True,  # nothing of that name is imported yet
     )
     assert done.out == "[True]\n", done.err
+
+
+class SeedsWhileUnpickled(Dataset):
+    """As a module does that calls torch.manual_seed at its top."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.manual_seed(42)
+        self.__dict__.update(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"some": 1}
+
+
+def test_what_unpickling_does_to_the_random_streams_comes_before_the_seeds() -> None:
+    drawn = []
+    for loader_class in (DataLoader, TorchLoader):
+        torch.manual_seed(7)
+        loader = loader_class(
+            SeedsWhileUnpickled(), num_workers=2, multiprocessing_context="forkserver"
+        )
+        drawn.append(torch.cat(list(loader)).flatten().tolist())
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 4

@@ -264,12 +264,6 @@ def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
         assert list(items) == [(1, number) for number in range(5)]
 
 
-def test_two_stages_on_processes():
-    builder = PipelineBuilder().add_source(range(6)).pipe(filled, executor="process")
-    builder.pipe(torch.sum, executor="process").pipe(int)
-    assert list(builder.add_sink().build()) == [LARGE * number for number in range(6)]
-
-
 @pytest.mark.slow
 def test_ops_cross_to_workers_of_another_start_method(monkeypatch):
     default = multiprocessing.context._default_context

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import copy
+import gc
 import itertools
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -246,3 +248,23 @@ def test_a_sharded_loader_refuses_samplers_of_ranks_that_are_put_in():
     loader.batch_sampler.sampler = DistributedSampler(range(8), 2, 0)
     with pytest.raises(ValueError, match="DistributedSampler gives a part"):
         iter(loader)
+
+
+def test_a_sampler_that_knows_its_loader_does_not_keep_the_workers() -> None:
+    class Knows:
+        loader: Any = None
+
+        def __iter__(self) -> Any:
+            return iter([n for n in range(6) if self.loader is not None])
+
+    sampler = Knows()
+    loader = DataLoader(Numbers(6), sampler=sampler, num_workers=1, batch_size=None)
+    sampler.loader = loader
+    batches = iter(loader)
+    sampler.batches = batches  # type: ignore[attr-defined]
+    assert next(batches) == 0
+    pid = batches._workers[0].pid
+    del batches, loader, sampler
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -102,14 +102,7 @@ def test_a_rank_may_come_after_the_others_have_all(run) -> None:
     assert results[0][0] == run.started[0].process.pid
 
 
-def test_calls_are_told_apart_by_their_order(run) -> None:
-    def both() -> list[str]:
-        return [share_on_host(lambda name=name: [name] * 1000)[7] for name in ("train", "test")]
-
-    assert run.results(both, 2) == [["train", "test"]] * 2
-
-
-def test_a_call_within_build_is_share_and_does_not_count(run) -> None:
+def test_calls_are_told_apart_by_their_order_and_one_within_build_does_not_count(run) -> None:
     def nested() -> list[str]:
         return [*share_on_host(lambda: ["inner"] * 1000)[:1], "outer"]
 
@@ -399,38 +392,6 @@ def become_nobody() -> None:
     os.setresuid(65534, 65534, 65534)
 
 
-def as_nobody(function: Callable[[], Any]) -> Any:
-    ours, theirs = FORK.Pipe()
-
-    def main() -> None:
-        become_nobody()
-        theirs.send(function())
-
-    process = FORK.Process(target=main)
-    process.start()
-    theirs.close()
-    assert ours.poll(LONG_S)
-    result = ours.recv()
-    ours.close()
-    process.join(LONG_S)
-    process.close()
-    return result
-
-
-def sent_to_nobody(name: str) -> bytes:
-    """What another user who connects to a socket of this name is sent."""
-
-    def attach() -> bytes:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.settimeout(LONG_S)
-            channel.connect(name)
-            with contextlib.suppress(ConnectionResetError):
-                return channel.recv(1000)
-        return b""
-
-    return as_nobody(attach)
-
-
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -442,36 +403,38 @@ def test_another_user_gets_nothing(run) -> None:
     guest = Meeting("share_on_host 0", "")
     guest.close()
 
-    assert sent_to_nobody(guest.name) == b""
+    def attach() -> bytes:
+        become_nobody()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.settimeout(LONG_S)
+            channel.connect(guest.name)
+            with contextlib.suppress(ConnectionResetError):
+                return channel.recv(1000)
+        return b""
+
+    assert run.start(attach).result() == b""
     assert contents() == built
 
 
 @needs_root
 @pytest.mark.usefixtures("as_rank")
 def test_what_another_user_offers_is_refused(run, monkeypatch) -> None:
-    ends = FORK.Event()
-    ours, theirs = FORK.Pipe()
+    begun, ends = FORK.Event(), FORK.Event()
     user, token = os.geteuid(), host.token_of_group("")  # names are in /proc/net/unix
 
-    def offer() -> None:
+    def offer() -> bool:
         become_nobody()
         monkeypatch.setattr(os, "geteuid", lambda: user)
         monkeypatch.setattr(host, "token_of_group", lambda _: token)
         meeting = Meeting("share_on_host 0", "")
-        theirs.send(meeting.is_host)
+        begun.set()
         ends.wait(LONG_S)
         meeting.close()
+        return meeting.is_host
 
-    process = FORK.Process(target=offer)
-    process.start()
-    try:
-        assert ours.poll(LONG_S)
-        assert ours.recv()
-        with pytest.raises(PermissionError, match="user 65534 has taken the name"):
-            share_on_host(make)
-    finally:
-        ends.set()
-        process.join(LONG_S)
-        process.close()
-        ours.close()
-        theirs.close()
+    other = run.start(offer)
+    assert begun.wait(LONG_S)
+    with pytest.raises(PermissionError, match="user 65534 has taken the name"):
+        share_on_host(make)
+    ends.set()
+    assert other.result()

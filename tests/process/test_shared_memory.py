@@ -2,10 +2,12 @@
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from shmloader import DataLoader, SharedMemoryError
 from shmloader.grammar import size
@@ -58,7 +60,7 @@ def test_batches_of_any_size_under_a_cap_come_whole_or_are_told_and_nobody_dies(
         if way == "pickled":
             return [of_bytes(n * 500), {"n": n}]
         if way == "collated":
-            return torch.utils.data.default_collate([of_bytes(n * 500)])
+            return default_collate([of_bytes(n * 500)])
         if way == "many small":
             return [torch.tensor([n]) for _ in range(n * 8)]
         return ["x" * 50 + str(k) for k in range(n * 15)]
@@ -192,3 +194,43 @@ def test_the_main_process_keeps_torchs_own_function():
     before = torch.UntypedStorage._new_shared
     list(DataLoader(Calls(ramp, 4), collate_fn=concatenate, num_workers=1))
     assert torch.UntypedStorage._new_shared == before
+
+
+def test_a_default_device_of_the_consumers_does_not_touch_batches() -> None:
+    loader = DataLoader(
+        Calls(lambda n: {"x": torch.full((3,), n), "y": torch.full((3,), n)}, 4),
+        batch_size=2, num_workers=1,
+    )  # fmt: skip
+    batches = iter(loader)
+    with torch.device("meta"):
+        batch = next(batches)
+    assert batch["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert [tensor.device.type for batch in batches for tensor in batch.values()] == ["cpu"] * 2
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def test_tensors_of_a_subclass_leave_no_file_in_dev_shm() -> None:
+    def collate(samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        mapped = re.findall(r"/dev/shm/torch\S*", Path("/proc/self/maps").read_text())
+        return batch, len(mapped)
+
+    loader = DataLoader(
+        Calls(lambda n: torch.full((30_000,), float(n)).as_subclass(Tagged), 4),
+        batch_size=2, num_workers=1, collate_fn=collate,
+    )  # fmt: skip
+    for number, (batch, mapped) in enumerate(loader):
+        assert mapped == 0
+        assert type(batch) is Tagged
+        assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
+
+
+def test_a_step_on_the_way_to_a_batch_may_be_larger_than_the_share() -> None:
+    loader = DataLoader(
+        Calls(lambda n: torch.full((200_000,), float(n)), 4), batch_size=2, num_workers=1,
+        collate_fn=lambda samples: default_collate(samples).mean(1), shm_size="1MiB",
+    )  # fmt: skip
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import signal
 import threading
 from pathlib import Path
 
@@ -12,15 +11,13 @@ import torch
 import torch.utils.data
 
 import shmloader.device.thread
-from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError
+from shmloader import ClosedLoaderError, DataLoader
 from shmloader.device.device import DeviceStage
 from shmloader.device.stage import PinStage
 from tests.late import to_host
 from tests.process.support import (
     Calls,
-    Gate,
     Streams,
-    however_late,
     in_thread,
     last_line,
     only,
@@ -269,53 +266,6 @@ def test_a_stage_that_fails_for_good_says_so_and_closes(kind, monkeypatch, where
         with pytest.raises(ClosedLoaderError):
             next(batches)
     assert stage_threads() == []
-
-
-def waits_for_result() -> bool:
-    return "_wait_for_result" in stack_of(threading.main_thread().ident)
-
-
-def late_at(gate, late):
-    def wait(index):
-        if index == late:
-            gate.pass_through()
-        return sample(index)
-
-    return Calls(wait, 8)
-
-
-@pytest.fixture
-def gate():
-    made = Gate()
-    yield made
-    made.close()
-
-
-@pytest.mark.sampled(1)
-def test_a_batch_that_is_late_is_told_and_not_lost(kind, gate) -> None:
-    loader = make(kind, late_at(gate, 2), num_workers=1, timeout=0.3)
-    batches = iter(loader)
-    assert [number(next(batches)) for _ in range(2)] == [0, 1]
-    for _ in range(2):
-        with pytest.raises(LoaderTimeoutError, match=r"DataLoader timed out after 0\.3 seconds"):
-            next(batches)
-    gate.open()
-    found = [number(batch) for batch in however_late(batches)]
-    assert found == [2, 3, 4, 5, 6, 7]
-
-
-def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate) -> None:
-    batches = iter(make(kind, late_at(gate, 1), num_workers=1))
-    assert number(next(batches)) == 0
-
-    def interrupt():
-        wait_until(waits_for_result)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
-        next(batches)
-    gate.open()
-    assert numbers(batches) == list(range(1, 8))
 
 
 def test_closing_in_the_middle_of_a_copy_waits_for_it(late, slots) -> None:

@@ -257,7 +257,6 @@ def test_worker_init_fn_is_called_once_in_each_thread_before_its_first_batch(per
     assert [*found] == ["OSError OSError: no connection for 7"] * 3
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"device": "late"}], ids=["plain", "staged"])
 def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(held, options, late) -> None:
     third = held(4, 5, make=torch.tensor)
