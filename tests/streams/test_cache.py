@@ -1,4 +1,4 @@
-"""The cache of remote shards: one download, room, and processes that are killed."""
+"""The cache of remote shards: one download, room, processes that are killed, and a web server."""
 
 import contextlib
 import errno
@@ -9,17 +9,57 @@ import random
 import signal
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from shmloader import ShardError
 from shmloader.streams import ShardCache, download, open_jsonl
 from shmloader.streams import cache as cache_module
-from tests.streams.fake_files import FakeFiles, data_of
+from tests.streams.web_server import WebServer
 
 DEADLINE_S = 60
 fork = multiprocessing.get_context("fork")
+
+
+def data_of(url):
+    """Return the bytes of a file."""
+    size = int(url.rpartition("/")[2].partition("-")[0])
+    return random.Random(url.rpartition("/")[2]).randbytes(size)
+
+
+class FakeFiles(fsspec.AbstractFileSystem):
+    """Files that are made up: ``fake://shards/40-a.tar`` has 40 bytes.
+
+    Tests change what it does by replacing ``before_read``. Whichever process reads a file writes
+    its name to the file ``log``.
+    """
+
+    protocol = "fake"
+    cachable = False
+
+    log: Path
+    knows_size = True
+
+    @staticmethod
+    def before_read(name, path):
+        """Runs when a file is read, before its bytes are written to a path."""
+
+    def info(self, path, **_):
+        return {"name": path, "type": "file"} | (
+            {"size": len(data_of(path))} if self.knows_size else {}
+        )
+
+    def get_file(self, rpath, lpath, **_):
+        with self.log.open("a") as log:
+            log.write(rpath.rpartition("/")[2] + "\n")
+        FakeFiles.before_read(rpath.rpartition("/")[2], lpath)
+        Path(lpath).write_bytes(data_of(rpath))
+
+
+fsspec.register_implementation("fake", FakeFiles, clobber=True)
 
 
 @pytest.fixture(autouse=True)
@@ -476,3 +516,73 @@ def test_processes_that_make_room_at_once_remove_no_more_than_one_would(director
     for thread in threads:
         thread.join(DEADLINE_S)
     assert names(directory) == ["20-b", "20-c"]
+
+
+# A web server ---------------------------------------------------------------------------------
+# fsspec keeps a thread and connections in each process, so only forked children use it here.
+
+needs_aiohttp = pytest.mark.skipif(find_spec("aiohttp") is None, reason="aiohttp is not installed")
+
+
+def read(cache, url):
+    return Path(cache.path(url)).read_bytes()
+
+
+@needs_aiohttp
+def test_a_server_that_fails_some_requests_gives_every_shard_once(tmp_path):
+    rng = random.Random(0)
+    files = {f"{number}.tar": rng.randbytes(3_000) for number in range(80)}
+    cache = ShardCache(tmp_path / "cache")
+
+    def read_all(number):
+        order = sorted(files)
+        random.Random(number).shuffle(order)
+        for name in order[:3]:
+            cache.prefetch(server.url + name)
+        return sum(read(cache, server.url + name) == files[name] for name in order)
+
+    with WebServer(files, share=0.05, seed=3).running() as server:
+        assert in_children(read_all, 3) == [len(files)] * 3
+    assert set(server.failed) == {"status", "closed", "cut"}
+    # Where it is not told the size, fsspec asks for the file, and reads no byte of it.
+    for name in files:
+        assert 1 <= server.sent[name] <= 1 + server.failed_heads[name]
+    assert names(tmp_path / "cache") == sorted(files)
+
+
+@needs_aiohttp
+def test_a_forked_child_of_a_process_that_downloads_can_download(tmp_path):
+    files = {"a.tar": b"1" * 100, "b.tar": b"2" * 100}
+    cache = ShardCache(tmp_path / "cache")
+
+    def read_one(_):
+        first = read(cache, server.url + "a.tar")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(read(cache, server.url + "b.tar") == files["b.tar"])
+        return first, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    with WebServer(files).running() as server:
+        assert in_children(read_one, 1) == [(files["a.tar"], 1)]
+
+
+@needs_aiohttp
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_server_without_the_shard_is_named_with_what_happened(tmp_path, is_there):
+    cache = ShardCache(tmp_path / "cache")
+
+    def read_one(_):
+        from shmloader.streams import download
+
+        download.time.sleep = lambda _: None
+        return read(cache, server.url + "a.tar")
+
+    with WebServer({}).running() as server:
+        if is_there:
+            (error,) = in_children(read_one, 1)
+    if not is_there:
+        (error,) = in_children(read_one, 1)
+    assert isinstance(error, ShardError)
+    assert f"shard {server.url}a.tar could not be downloaded in 8 tries (Client" in str(error)
+    assert ("404" in str(error)) is is_there
+    assert names(tmp_path / "cache") == []

@@ -1,13 +1,14 @@
 """A streaming dataset of Hugging Face becomes a stream of its files, or says why it cannot."""
 
 import json
+import random
 
 import numpy as np
 import pytest
 
-from shmloader import DataLoader
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import from_hf
-from tests.streams.support import write, write_columns
+from tests.streams.support import tar_bytes, write, write_columns, write_jsonl
 
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -137,3 +138,65 @@ def test_a_release_that_does_not_name_its_files_says_what_to_give(folder):
     del loaded._ex_iterable.kwargs["files"]
     with pytest.raises(TypeError, match="Give its files to Shards"):
         from_hf(loaded, seed=0)
+
+
+# Loaders of other libraries' datasets, as the documentation says ------------------------------
+
+WORKERS = 2
+
+
+def make_webdataset(folder):
+    webdataset = pytest.importorskip("webdataset")
+    paths = [str(folder / f"{shard}.tar") for shard in range(4)]
+    for shard, path in enumerate(paths):
+        write(path, tar_bytes([(f"{shard}{n:03}.cls", b"%d" % (10 * shard + n)) for n in range(9)]))
+    # Without an rng, the buffer of webdataset depends on the clock.
+    dataset = webdataset.WebDataset(paths, shardshuffle=4, seed=3)
+    return dataset.shuffle(10, rng=random.Random(3)).decode().to_tuple("cls")
+
+
+def make_hugging_face(folder):
+    for shard in range(4):
+        write_jsonl(str(folder / f"{shard}.jsonl"), 9, seed=shard)
+    return load(folder, "jsonl", "json")
+
+
+def make_shuffled_hugging_face(folder):
+    return make_hugging_face(folder).shuffle(seed=1, buffer_size=10)
+
+
+def make_loader(dataset, num_workers=WORKERS, **options):
+    return DataLoader(dataset, batch_size=2, num_workers=num_workers, collate_fn=str, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (make_webdataset, {}),
+        (make_hugging_face, {}),
+        # datasets does not save its buffer, so the loader has to read again and discard.
+        (make_shuffled_hugging_face, {"snapshot_every_n_steps": 0}),
+    ],
+)
+def test_it_resumes_exactly_on_the_same_number_of_workers(make, options, tmp_path):
+    with make_loader(make(tmp_path), **options) as loader:
+        expected = list(loader)
+        assert len(expected) == 18
+    with make_loader(make(tmp_path), **options) as loader:
+        iterator = iter(loader)
+        first = [next(iterator) for _ in range(5)]
+        state = loader.state_dict()
+    with make_loader(make(tmp_path), **options) as loader:
+        loader.load_state_dict(state)
+        assert [*first, *loader] == expected
+    with (
+        make_loader(make(tmp_path), WORKERS - 1, **options) as loader,
+        pytest.raises(ValueError, match=r"num_workers: 2 in the state, 1 in this loader"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [make_webdataset, make_hugging_face])
+def test_a_sharded_loader_says_that_it_cannot_divide_it(make, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot divide.*streams\.Shards"):
+        ShardedDataLoader(make(tmp_path), rank=0, world_size=2)

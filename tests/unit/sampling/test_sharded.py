@@ -1,10 +1,8 @@
 """ShardedSampler: a rank's part of any sampler, for torch's loader as well."""
 
 import pytest
-import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -46,21 +44,6 @@ def test_the_ranks_share_one_order(batch_size, last_batch, world_size) -> None:
         assert runs == order[: len(order) // count * count]
     else:
         assert runs == order
-
-
-def test_torchs_loader_makes_the_batches_of_one_large_loader() -> None:
-    data = torch.arange(50)
-    (large,) = ranks(1, batch_size=8)
-    one = DataLoader(data, batch_size=8, sampler=large)
-    loaders = [
-        DataLoader(data, batch_size=4, sampler=sampler) for sampler in ranks(2, batch_size=4)
-    ]
-    epochs = []
-    for _ in range(2):
-        seen = [torch.cat(batches).tolist() for batches in zip(*loaders, strict=True)]
-        assert seen == [batch.tolist() for batch in one]
-        epochs.append(seen)
-    assert epochs[0] != epochs[1]
 
 
 def test_a_batch_samplers_batches_stay_whole() -> None:
