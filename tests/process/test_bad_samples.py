@@ -42,15 +42,6 @@ class Awaited:
         return self.dataset[index]
 
 
-def failing(*bad: int, make: Any = Bad, length: int = 10) -> Calls:
-    def sample(index: int) -> int:
-        if index in bad:
-            raise make()
-        return index
-
-    return Calls(sample, length)
-
-
 def load(dataset: Any, workers: int | str = 2, **options: Any) -> DataLoader:
     options = {"batch_size": 4, "collate_fn": list, "on_error": "skip", **options}
     if workers == "threads":
@@ -84,8 +75,8 @@ def test_a_batch_comes_without_what_failed_and_an_empty_one_not_at_all(workers, 
 
 
 def test_a_batch_of_tensors_comes_without_what_failed_in_shared_memory():
-    full = failing(1, 4, 7, 10).function
-    loader = load(Calls(lambda n: torch.full((50_000,), float(full(n))), 12), collate_fn=None)
+    numbers = Numbers(12, 1, 4, 7, 10)
+    loader = load(Calls(lambda n: torch.full((50_000,), float(numbers[n])), 12), collate_fn=None)
     kept = list(loader)
     assert [batch[:, 7].tolist() for batch in kept] == [[0, 2, 3], [5, 6], [8, 9, 11]]
     assert all(torch.equal(batch, batch[:, :1].expand(-1, 50_000)) for batch in kept)

@@ -32,8 +32,7 @@ class Slow(Dataset):
         time.sleep(0.002)
         return torch.full((8,), index)
 
-def make():
-    return shmloader.DataLoader(Slow(), batch_size=4, num_workers=2, shuffle=True)
+make = lambda: shmloader.DataLoader(Slow(), batch_size=4, num_workers=2, shuffle=True)
 
 class Loud(Slow):
     def __getitem__(self, index):
@@ -49,14 +48,9 @@ class Bad(Slow):
     def __getitem__(self, index):
         raise ValueError("of mine")
 
-def make_bad():
-    return shmloader.DataLoader(Bad())
-
-def make_torch():
-    return torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1)
-
-def make_in_process():
-    return torch.utils.data.DataLoader(Slow(), batch_size=4)
+make_bad = lambda: shmloader.DataLoader(Bad())
+make_torch = lambda: torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1)
+make_in_process = lambda: torch.utils.data.DataLoader(Slow(), batch_size=4)
 
 class Interrupted(Slow):
     def __getitem__(self, index):
@@ -64,17 +58,10 @@ class Interrupted(Slow):
             os.kill(os.getpid(), signal.SIGINT)
         return index
 
-def make_interrupted():
-    return shmloader.DataLoader(Interrupted(), batch_size=4)
-
-def make_nothing():
-    return 7
-
-def make_a_class():
-    return Slow
-
-def make_once():
-    yield from [torch.zeros(4)] * 3
+make_interrupted = lambda: shmloader.DataLoader(Interrupted(), batch_size=4)
+make_nothing = lambda: 7
+make_a_class = lambda: Slow
+make_once = lambda: iter([torch.zeros(4)] * 3)
 
 def make_and_raise():
     raise ValueError("of mine\\nand more")

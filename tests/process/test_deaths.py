@@ -11,7 +11,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -526,19 +525,13 @@ def test_bad_samples_are_skipped_and_counted_once_though_their_worker_died() -> 
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """No file can be opened."""
+    """No file can be opened: the lowest number that is free is beyond the limit."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
     try:
-        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
         yield
     finally:
-        for descriptor in taken:
-            os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

@@ -11,16 +11,15 @@ import pytest
 
 from shmloader import DataLoader, WorkerDiedError
 from shmloader.pools.worker import report_unlocked
+from tests.process.support import in_thread
 
 
 @pytest.fixture(autouse=True)
 def _another_thread() -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
+    with in_thread(stop.wait):
+        yield
+        stop.set()
 
 
 def batches() -> list[int]:
@@ -37,14 +36,12 @@ def test_a_worker_starts_though_another_thread_had_numpys_lock() -> None:
             has_lock.set()
             may_end.wait()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    has_lock.wait()
-    try:
-        assert batches() == [0, 1, 2, 3]
-    finally:
-        may_end.set()
-        thread.join()
+    with in_thread(hold):
+        has_lock.wait()
+        try:
+            assert batches() == [0, 1, 2, 3]
+        finally:
+            may_end.set()
 
 
 def test_another_worker_is_forked_for_one_that_finds_torchs_lock_held(

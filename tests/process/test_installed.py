@@ -2,10 +2,15 @@
 
 import copy
 import functools
+import gc
 import logging
 import pickle
+import queue
+import signal
+import threading
 import weakref
 from itertools import chain
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 import pytest
@@ -371,3 +376,51 @@ def test_a_loader_inside_a_worker_runs_on_our_engine_too():
     with shmloader.installed():
         loader = TorchLoader([1], collate_fn=nested, num_workers=1)
         assert list(loader) == ["BatchIterator"]
+
+
+class ThreadAsProcess(threading.Thread):
+    """What takes the place of a process in MONAI's context."""
+
+    pid, exitcode = 123456789, None
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            torch.utils.data._utils.worker._worker_info = None
+
+
+class PlainQueue(queue.Queue[Any]):
+    def close(self) -> None: ...
+
+    cancel_join_thread = close
+
+
+class ThreadContext(SpawnContext):
+    _name = "threads"
+    Process: Any = ThreadAsProcess
+    Queue: Any = PlainQueue
+
+
+def test_under_install_a_loader_whose_processes_are_threads_runs_on_torch_s_engine():
+    frozen, handler = gc.get_freeze_count(), signal.getsignal(signal.SIGINT)
+    with shmloader.installed() as report:
+        loader = TorchLoader(
+            range(8), batch_size=4, num_workers=1, multiprocessing_context=ThreadContext()
+        )
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (row,) = report.loaders
+    assert row.engine == "torch"
+    assert row.why == "its multiprocessing_context starts no processes"
+    assert frozen - 1_000 <= gc.get_freeze_count() <= frozen  # some of these have ended since
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_our_loader_refuses_a_context_whose_process_is_a_thread():
+    text = "^multiprocessing_context should start processes; thread_pool=True loads on threads$"
+    with pytest.raises(ValueError, match=text):
+        shmloader.DataLoader(range(8), num_workers=1, multiprocessing_context=ThreadContext())
+    loader = shmloader.DataLoader(range(8), num_workers=1)
+    loader.multiprocessing_context = ThreadContext()
+    with pytest.raises(ValueError, match=text):
+        iter(loader)

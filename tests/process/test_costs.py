@@ -1,7 +1,11 @@
-"""File descriptors: few of them, and none that is left."""
+"""What a loader costs: few descriptors, none of which is left, and few calls for a batch."""
+
+import gc
+import sys
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from tests.process.support import Calls, descriptor_count, run_program
@@ -99,3 +103,41 @@ def test_very_many_slots_fit_the_address_space() -> None:
         Calls(lambda n: torch.full((20_000,), float(n)), 300), num_workers=2, prefetch_factor=120
     )
     assert [float(batch.mean()) for batch in loader] == list(range(300))
+
+
+class Images(Dataset):
+    image = torch.zeros(3, 32, 32)
+
+    def __len__(self) -> int:
+        return 64 * 60
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.image, index
+
+
+CASES = {"ints": (range(60), 1, 25), "images": (Images(), 64, 27)}
+
+
+@pytest.mark.parametrize(("dataset", "batch_size", "most"), CASES.values(), ids=CASES)
+def test_a_plain_batch_takes_few_calls(dataset, batch_size, most) -> None:
+    count, counts = 0, []
+
+    def note(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    with DataLoader(dataset, batch_size=batch_size, num_workers=2) as loader:
+        batches = iter(loader)
+        for _ in range(10):
+            next(batches)
+        gc.disable()  # no finalizer of another test's objects counts
+        sys.setprofile(note)
+        try:
+            for _ in range(40):
+                count = 0
+                next(batches)
+                counts.append(count)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    assert min(counts) <= most  # others had to wait
