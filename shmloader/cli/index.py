@@ -19,6 +19,9 @@ _FORMATS: dict[str, Format] = {
     ".ndjson": open_jsonl, ".parquet": open_parquet,
 }  # fmt: skip
 
+# Interruptions are left to the parent of the processes.
+_NO_INTERRUPTS = signal.SIGINT, signal.SIG_IGN
+
 
 def index(options: argparse.Namespace) -> int:
     """Run the command. Returns 1 if a shard cannot be read.
@@ -46,7 +49,7 @@ def _results(paths: Sequence[str], jobs: int) -> Iterator[int | str]:
         yield from map(_result, paths)
         return
     # Forked, since a fresh process would import torch.
-    pool = ProcessPoolExecutor(jobs, get_context("fork"), _leave_interrupts_to_parent)
+    pool = ProcessPoolExecutor(jobs, get_context("fork"), signal.signal, _NO_INTERRUPTS)
     try:
         yield from pool.map(_result, paths)
     except BrokenProcessPool as error:
@@ -66,7 +69,3 @@ def _result(path: str) -> int | str:
 
 def _format_of(path: str) -> Format | None:
     return _FORMATS.get(Path(path.lower().removesuffix(".gz").removesuffix(".zst")).suffix)
-
-
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -188,14 +188,8 @@ class TokenBatches(EpochSampler[list[int]]):
                 self._running = None
 
     def _plan(self, epoch: int) -> EpochWindows:
-        return EpochWindows(
-            self._source,
-            self._packer,
-            self.window,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=epoch,
-        )
+        key = (self.seed, epoch) if self.shuffle else None
+        return EpochWindows(self._source, self._packer, self.window, key)
 
     # What orders and loaders ask -----------------------------------------------------------
 

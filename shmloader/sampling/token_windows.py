@@ -90,24 +90,16 @@ class EpochWindows:
         source: The samples' lengths.
         packer: Makes batches.
         size: Samples in a window; the last samples, too few for one, are spread over all windows.
-        shuffle: Whether windows are runs of a shuffled order, and batches are shuffled.
-        seed, epoch: What the order depends on.
+        key: Seed and epoch, if windows are runs of a shuffled order, and batches are shuffled; None
+            for the order of the numbers.
     """
 
     def __init__(
-        self,
-        source: SampleLengths,
-        packer: Packer,
-        size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        epoch: int,
+        self, source: SampleLengths, packer: Packer, size: int, key: tuple[int, int] | None
     ) -> None:
-        self._source, self._packer = source, packer
-        self._seed, self._epoch = seed, epoch
+        self._source, self._packer, self._key = source, packer, key
         count = source.number_count
-        self._order = Permutation(count, seed, epoch) if shuffle else None
+        self._order = None if key is None else Permutation(count, *key)
         self._window_count = max(1, count // size) if count else 0
 
     def count_batches(self) -> int:
@@ -120,8 +112,8 @@ class EpochWindows:
         for number in range(self._window_count):
             window = self._pack(number)
             packing = window.packing
-            if self._order is not None:
-                random = random_numbers(self._seed, self._epoch, number + 1)
+            if self._key is not None:
+                random = random_numbers(*self._key, number + 1)
             if cost is not None:
                 order = order_by_cost(self._packer.costs(window, cost), first, random)
             elif random is not None:

@@ -7,7 +7,7 @@ anew. It is written under another name and then renamed, so that nobody reads ha
 
 The file begins with a checksum of all else, as eight hexadecimal digits. The version and what the
 index belongs to follow as a line of JSON, with the names, dtypes and lengths of the arrays; and
-then the arrays, little endian.
+then the arrays, in the byte orders that the dtypes name.
 """
 
 import contextlib
@@ -76,10 +76,9 @@ def cache_folder() -> Path:
 
 
 def _encoded(arrays: Arrays, identity: dict[str, Any]) -> bytes:
-    columns = {name: array.astype(array.dtype.newbyteorder("<")) for name, array in arrays.items()}
-    shapes = {name: [array.dtype.str, len(array)] for name, array in columns.items()}
+    shapes = {name: [array.dtype.str, len(array)] for name, array in arrays.items()}
     head = json.dumps(identity | {"arrays": shapes}).encode()
-    data = b"".join([head, b"\n", *map(np.ndarray.tobytes, columns.values())])
+    data = b"".join([head, b"\n", *map(np.ndarray.tobytes, arrays.values())])
     return b"%08x" % zlib.crc32(data) + data
 
 

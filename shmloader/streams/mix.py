@@ -144,14 +144,14 @@ class Mix(Stream):
         """Return the stage that draws the records of a reader."""
         share = functools.partial(share_of, reader=run.reader, readers=run.readers)
         own = [(share(first), weights) for first, weights in self._phases]
-        end = share(self._stop) if isinstance(self._stop, int) else None
+        stop = share(self._stop) if isinstance(self._stop, int) else self._stop
         sources = list[Stage]()
         for number, stream in enumerate(self._streams):
             each = replace(run, source=(*run.source, number))
             sources.append(stream.stage(each))
-            if end is not None:
+            if isinstance(stop, int):
                 sources[-1] = Repeated(sources[-1], each, stream.stage)
-        return Mixed(run, sources, own, self._length, self._stop == "first", end)
+        return Mixed(run, sources, own, self._length, stop)
 
     def _source_counts(self, epoch: int) -> list[int]:
         """Return how many records each reader's lowest stage has in an epoch."""

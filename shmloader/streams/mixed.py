@@ -36,9 +36,8 @@ class Mixed(Stage):
         phases: The weights, ascending by the number of this reader's records from which they hold;
             0 for a source that is not drawn.
         length: Returns the tokens of a record, if shares count tokens; None if they count records.
-        stops_first: Whether the reader ends with the first source that does. Otherwise, it goes on
-            with the others.
-        end: How many records the reader yields at most; None for no limit.
+        stop: "first": the reader ends with the first source that does. Otherwise, it goes on with
+            the others; a number says how many records it yields at most.
     """
 
     def __init__(
@@ -47,12 +46,10 @@ class Mixed(Stage):
         sources: Sequence[Stage],
         phases: Sequence[Phase],
         length: Length | None,
-        stops_first: bool,
-        end: int | None,
+        stop: str | int,
     ) -> None:
         self.run, self._sources, self._phases, self._length = run, sources, phases, length
-        self._stops_first, self._limit = stops_first, end
-        self._count, self._ended = 0, [False] * len(sources)
+        self._stop, self._count, self._ended = stop, 0, [False] * len(sources)
         self._find_weights()
         self._lags = [0] * len(sources)
         seed = int(generator(run.epoch, run.turn, *run.source).integers(_CYCLE))
@@ -60,12 +57,12 @@ class Mixed(Stage):
             self._add(self._choose(), 1)
 
     def __next__(self) -> Item:
-        if self._count == self._limit:
+        if self._count == self._stop:
             raise StopIteration
         if self._count >= self._until:
             self._find_weights()
         while (item := next(self._sources[at := self._choose()], None)) is None:
-            if self._stops_first:
+            if self._stop == "first":
                 raise StopIteration
             self._ended[at] = True
             self._find_weights()
