@@ -96,12 +96,6 @@ def test_one_rank_builds_and_all_have_the_same_memory(run) -> None:
     assert rest == [499500, 499500.0, "1234"]
 
 
-def test_a_rank_may_come_after_the_others_have_all(run) -> None:
-    results = [run.start(contents, rank, 3).result() for rank in range(3)]
-    assert len(set(results)) == 1
-    assert results[0][0] == run.started[0].process.pid
-
-
 def test_calls_are_told_apart_by_their_order_and_one_within_build_does_not_count(run) -> None:
     def nested() -> list[str]:
         return [*share_on_host(lambda: ["inner"] * 1000)[:1], "outer"]

@@ -299,6 +299,7 @@ class Collects:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.usefixtures("no_collector")
 def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch, slots) -> None:
     collects = Collects()
     for stage in (PinStage, DeviceStage):
@@ -308,15 +309,11 @@ def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch,
     cycle = [batches]
     cycle.append(cycle)
     assert collects.entered.wait(30)
-    gc.disable()
-    try:
-        del batches, cycle
-        collects.go.set()
-        assert collects.is_over.wait(30)
-        wait_until(lambda: not stage_threads())
-        assert slots.maps() == {}
-    finally:
-        gc.enable()
+    del batches, cycle
+    collects.go.set()
+    assert collects.is_over.wait(30)
+    wait_until(lambda: not stage_threads())
+    assert slots.maps() == {}
 
 
 def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypatch) -> None:

@@ -189,6 +189,7 @@ def test_batches_are_ordinary_memory_of_this_process(slots) -> None:
     assert list(make(Calls(things.__getitem__, 4))) == things
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_batch_is_the_user_s_alone() -> None:
     class Thing:
         """Something that is seen to go."""
@@ -199,19 +200,14 @@ def test_a_batch_is_the_user_s_alone() -> None:
     loader = make(Calls(lambda index: Thing(), 9), num_workers=1, persistent_workers=True)
     batches = iter(loader)
     things: list[weakref.ref[Thing]] = []
-    gc.disable()
-    try:
-        for number in range(9):
-            things.append(weakref.ref(next(batches)))
-            if not is_freed_by_its_maker:
-                wait_until(lambda: things[-1]() is None)
-            elif 0 < number < 7:  # next() has sent the thread another ticket
-                wait_until(lambda: things[-2]() is None)
-        loader.close()
-        assert [thing() for thing in things] == [None] * 9
-    finally:
-        gc.enable()
-        loader.close()
+    for number in range(9):
+        things.append(weakref.ref(next(batches)))
+        if not is_freed_by_its_maker:
+            wait_until(lambda: things[-1]() is None)
+        elif 0 < number < 7:  # next() has sent the thread another ticket
+            wait_until(lambda: things[-2]() is None)
+    loader.close()
+    assert [thing() for thing in things] == [None] * 9
 
 
 def test_as_many_threads_load_as_were_asked_for() -> None:
@@ -438,6 +434,7 @@ def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, monkeypatch) -> None:
     del batches
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_an_iterator_that_is_collected_on_its_own_thread_ends(held, monkeypatch) -> None:
     monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)  # if it waited for itself
 
@@ -452,14 +449,10 @@ def test_an_iterator_that_is_collected_on_its_own_thread_ends(held, monkeypatch)
     cycle.append(cycle)
     gone = weakref.ref(batches)
     assert hold.entered.wait(20)
-    gc.disable()
-    try:
-        del batches, cycle
-        hold.go.set()
-        wait_until(lambda: not ours(), 20)
-        assert gone() is None
-    finally:
-        gc.enable()
+    del batches, cycle
+    hold.go.set()
+    wait_until(lambda: not ours(), 20)
+    assert gone() is None
 
 
 def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -122,18 +123,6 @@ def batch_sampler_of(kind: type) -> Any:
 PLACES = [samples_of, stream_of, stream_iterator_of, sampler_of, batch_sampler_of]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_state_that_cannot_be_saved_breaks_no_epoch(place, kind, options) -> None:
-    check_epochs(place(kind), options)
-
-
-@pytest.mark.parametrize("place", [samples_of, stream_of, sampler_of, batch_sampler_of])
-def test_it_breaks_no_seeded_epoch_either(place) -> None:
-    check_epochs(place(Stub), {"seed": 1, "num_workers": 1, "persistent_workers": True})
-
-
 # The object, the cause and the remedy.
 UNSAVED = (
     r"^the state of \w+ cannot be (saved|pickled): .*"
@@ -141,8 +130,19 @@ UNSAVED = (
 )
 
 
-def check_epochs(arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    with DataLoader(**arguments, **options) as loader:
+PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *itertools.product(KINDS, [{}, PERSISTENT]),
+        (Stub, {"seed": 1, **PERSISTENT}),
+    ],
+)
+def test_a_state_that_cannot_be_saved_breaks_no_epoch(place, kind, options) -> None:
+    with DataLoader(**place(kind), **options) as loader:
         for _ in range(2):
             batches = iter(loader)
             first = sorted(next(batches).tolist())
