@@ -20,7 +20,7 @@ from shmloader.pools import executor_task
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Pids
 from tests.cluster.needed import needed
-from tests.cluster.programs import run_fresh
+from tests.commands import output_of, run_python
 from tests.parity.compare import assert_same
 from tests.process.support import mapping_at, wait_until
 
@@ -180,8 +180,7 @@ def test_a_task_that_runs_is_left_to_end_when_the_loader_is_closed(connected, tm
 def test_tasks_may_be_cancelled_at_the_moment_when_they_end(connected) -> None:
     """In a program of its own, which Ray ended within a second when it cancelled them itself."""
     address = ray.get_runtime_context().gcs_address
-    done = run_fresh(CANCELS, address)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done
+    assert output_of("-c", CANCELS, address) == "3\n"
 
 
 def test_another_cluster_is_not_the_one_that_was_left(connected) -> None:
@@ -233,9 +232,7 @@ def test_a_cluster_that_is_gone_is_one_error(connected) -> None:
 
 def test_a_program_survives_that_leaves_its_epoch_when_its_raylet_is_gone() -> None:
     source = KILLS_ITS_RAYLET.partition("began = ")[0] + LEAVES_THEN
-    done = run_fresh(source)
-    assert done.returncode == 0, done
-    assert done.stdout.endswith("alive\n"), done
+    assert output_of("-c", source).endswith("alive\n")
 
 
 LEAVES_THEN = """
@@ -269,7 +266,7 @@ def test_a_program_that_is_connected_by_ray_client_loads_and_leaves_epochs(monke
     head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     cluster = cluster_utils.Cluster(True, head_node_args={**head, "ray_client_server_port": port})
     try:
-        done = run_fresh(BY_CLIENT, f"ray://127.0.0.1:{port}")
+        done = run_python("-c", BY_CLIENT, f"ray://127.0.0.1:{port}")
     finally:
         cluster.shutdown()
     assert done.stdout == "[0, 4, 8, 12, 16]\n0 -3\nFalse\n", done
@@ -329,7 +326,7 @@ def test_a_full_disk_under_a_full_store_is_one_clear_error() -> None:
 
 def test_a_killed_raylet_of_the_driver_is_one_error() -> None:
     """In a program of its own, which Ray may end."""
-    done = run_fresh(KILLS_ITS_RAYLET)
+    done = run_python("-c", KILLS_ITS_RAYLET)
     told = r"^WorkerDiedError after .*LocalRayletDiedError"
     assert re.search(told, done.stdout, re.MULTILINE), done
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.needed import needed
-from tests.cluster.programs import run_fresh
+from tests.commands import output_of
 
 needed("ray.train.torch")
 
@@ -56,8 +56,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def test_on_two_processes_the_batches_are_those_of_torch(tmp_path) -> None:
-    done = run_fresh(PROGRAM, str(tmp_path), timeout_s=360)
-    assert done.returncode == 0, done.stderr[-4000:]
+    output_of("-c", PROGRAM, tmp_path, limit_s=360)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for rank in ranks:
         assert (rank["torch"][1], rank["ours"][1]) == (["torch"], ["shmloader"])

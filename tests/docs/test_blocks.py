@@ -171,8 +171,12 @@ def unguarded(code: str) -> str:
 
 
 @pytest.mark.parametrize("run", python_runs())
-def test_python_blocks_run_as_pasted(run, tmp_path, monkeypatch):
+def test_python_blocks_run_as_pasted(run, tmp_path, monkeypatch, capsys):
     run_pasted(run, tmp_path, monkeypatch)
+    printed = capsys.readouterr().out
+    for block in run:
+        for told in re.findall(r"print\(error\)  # (.+) …$", block.code, re.MULTILINE):
+            assert told in printed, block.name
 
 
 @pytest.mark.sampled(2)

@@ -2,17 +2,15 @@
 
 import functools
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
+from tests.commands import output_of, run_python
 from tests.faults.campaign import COST, run_cells
 from tests.faults.cells import all_cells, cell_of, effect_of, pairs_of, pairwise
 from tests.faults.chaos import Chaos
 from tests.faults.environments import Environment, Outcome, run_trial
-from tests.faults.harness import ROOT
 from tests.faults.soak import ALLOWED, Measured, too_steep
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,13 +51,9 @@ def test_after_a_few_kills_at_random_times_nothing_is_amiss() -> None:
 
 @pytest.mark.slow
 def test_after_a_kill_of_each_victim_among_ranks_nothing_is_amiss() -> None:
-    command = [sys.executable, "-m", "tests.faults.host", "--times=8", "--jobs=2", "--seed=6"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": right\n") == 8
-    assert "\nbuilder: 1 kills, 0 hangs, 0 wrong batches, 0 leaks, 0 other problems" in done.stdout
+    told = output_of("-m", "tests.faults.host", "--times=8", "--jobs=2", "--seed=6", limit_s=100)
+    assert told.count(": right\n") == 8
+    assert "\nbuilder: 1 kills, 0 hangs, 0 wrong batches, 0 leaks, 0 other problems" in told
 
 
 def test_chaos_tells_problems_by_their_sort() -> None:
@@ -103,10 +97,7 @@ def test_a_soak_fails_on_a_slope_and_on_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing() -> None:
-    command = [sys.executable, "-m", "tests.faults.soak", "--minutes=0.05", "--seed=4"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
-    )
+    done = run_python("-m", "tests.faults.soak", "--minutes=0.05", "--seed=4", limit_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "descriptors" in done.stdout
     assert done.stdout.endswith("\n0 problems\n")
@@ -145,13 +136,11 @@ def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> 
         "user namespace, 1 MB /dev/shm, no /proc, plain": "works",
     }
     # In a new interpreter, since one that has computed with torch must not be forked.
-    command = [sys.executable, "-m", "tests.faults.environments", *expected]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    told = output_of("-m", "tests.faults.environments", *expected)
     for name, outcome in expected.items():
-        (said,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name}: "))
+        (said,) = (line for line in told.splitlines() if line.startswith(f"{name}: "))
         assert said.startswith((f"{name}: {outcome}", f"{name}: could not be tried")), said
-    assert "memfd_create, pidfd_open or eventfd fails ([Errno 13] Permission" in done.stdout
+    assert "memfd_create, pidfd_open or eventfd fails ([Errno 13] Permission" in told
 
 
 def test_what_is_not_right_in_an_environment_is_told() -> None:

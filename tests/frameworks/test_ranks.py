@@ -1,40 +1,31 @@
 """The frameworks on two processes: engines, batches, arguments that are kept, and resuming."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.commands import output_of
 from tests.frameworks.ranks import LENGTH
 from tests.frameworks.support import assert_equal
+from tests.template import ROOT
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(name: str, how: str, folder: Path, **config: Any) -> list[dict[str, Any]]:
     """Run `tests/frameworks/ranks.py` on two processes, and return what each of them found."""
     folder = folder / how
     folder.mkdir()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
-            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-            *(str(ROOT / "tests/frameworks/ranks.py"), name, how, str(folder), json.dumps(config)),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+    output_of(
+        *("-m", "torch.distributed.run", "--nproc-per-node=2"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+        *(ROOT / "tests/frameworks/ranks.py", name, how, folder, json.dumps(config)),
+        limit_s=180,
+        OMP_NUM_THREADS="1",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -1,34 +1,21 @@
 """What ranks of a host share, in the processes that Lightning and accelerate start."""
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.commands import output_of
 from tests.process import one_dataset
 from tests.process.one_pool import check
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(folder: Path, text: str, *launcher: str) -> None:
     program = folder / "program.py"
     program.write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [sys.executable, *launcher, str(program)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    output_of(*launcher, program, folder=folder, limit_s=300, OMP_NUM_THREADS="1")
 
 
 LIGHTNING = """
