@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 import shmloader
+from tests.parity.compare import seed_everything as seed
 from tests.resume.kinds import LENGTH, GlobalShuffle, Noisy, Squares
 
 
@@ -115,12 +116,6 @@ def make(kind, workers, **options):
     return shmloader.DataLoader(
         dataset, **{"batch_size": 4, "num_workers": workers, **order, **options}
     )
-
-
-def seed(number):
-    torch.manual_seed(number)
-    np.random.seed(number)
-    random.seed(number)
 
 
 def read(loader):

@@ -35,20 +35,18 @@ ORDERS = {
 }
 
 
-def make_ranks(world_size, last_batch, order, workers=0):
+def loaders(world_size, dataset, order, **options):
+    """A loader for each rank; ``order`` makes the arguments for its order."""
     return [
-        shmloader.ShardedDataLoader(
-            torch.arange(LENGTH),
-            GLOBAL_BATCH // world_size,
-            num_workers=workers,
-            rank=rank,
-            world_size=world_size,
-            seed=5,
-            last_batch=last_batch,
-            **ORDERS[order](),
-        )
+        shmloader.ShardedDataLoader(dataset, rank=rank, world_size=world_size, **order(), **options)
         for rank in range(world_size)
     ]
+
+
+def make_ranks(world_size, last_batch, order, workers=0):
+    options = {"num_workers": workers, "seed": 5, "last_batch": last_batch}
+    size = GLOBAL_BATCH // world_size
+    return loaders(world_size, torch.arange(LENGTH), ORDERS[order], batch_size=size, **options)
 
 
 def take(ranks, steps=None):
@@ -76,10 +74,7 @@ def test_a_state_of_four_ranks_goes_on_with_one_two_three_and_eight(last_batch, 
         state = json.loads(json.dumps(ranks[0].state_dict()))
         assert len(json.dumps(state)) < 4096
         for world_size in (1, 2, 3, 8, 4):
-            others = make_ranks(world_size, last_batch, order)
-            for other in others:
-                other.load_state_dict(state)
-                assert other.state_dict() == state
+            others = load(state, make_ranks(world_size, last_batch, order))
             assert take(others) == epochs[epoch][stop:], (epoch, stop, world_size)
             assert take(others) == epochs[epoch + 1], (epoch, stop, world_size)
 
@@ -96,9 +91,7 @@ def test_ranks_with_workers_go_on_with_others_in_process():
     state = ranks[1].state_dict()
     for rank in ranks:
         rank.close()
-    others = make_ranks(3, "keep", "shuffled")
-    for other in others:
-        other.load_state_dict(state)
+    others = load(state, make_ranks(3, "keep", "shuffled"))
     assert first + take(others) == take(make_ranks(1, "keep", "shuffled"))
 
 
@@ -107,10 +100,7 @@ def test_a_rank_whose_epoch_was_shorter_has_nothing_left_and_begins_the_next():
     epochs = [take(ranks), take(ranks)]
     ranks = make_ranks(8, "keep", "in order")
     take(ranks, len(epochs[0]))
-    state = ranks[0].state_dict()
-    others = make_ranks(8, "keep", "in order")
-    for other in others:
-        other.load_state_dict(state)
+    others = load(ranks[0].state_dict(), make_ranks(8, "keep", "in order"))
     assert take(others) == []
     assert take(others) == epochs[1]
 
@@ -167,16 +157,12 @@ class Noisy(Dataset):
         return torch.tensor([index, torch.rand(()).item()], dtype=torch.double)
 
 
+def random_batches():
+    return {"batch_sampler": BatchSampler(RandomSampler(LENGTHS), 8, drop_last=False)}
+
+
 def make_batches(world_size):
-    return [
-        shmloader.ShardedDataLoader(
-            Noisy(),
-            batch_sampler=BatchSampler(RandomSampler(LENGTHS), 8, drop_last=False),
-            rank=rank,
-            world_size=world_size,
-        )
-        for rank in range(world_size)
-    ]
+    return loaders(world_size, Noisy(), random_batches)
 
 
 def take_batches(ranks, steps=None):
@@ -225,17 +211,12 @@ def indices(batches):
 SHORT = [length // 5 + 1 for length in LENGTHS]
 
 
+def token_batches():
+    return {"batch_sampler": TokenBatches(SHORT, 24, window=30, balance="attention")}
+
+
 def make_tokens(world_size, workers=0):
-    return [
-        shmloader.ShardedDataLoader(
-            Noisy(),
-            batch_sampler=TokenBatches(SHORT, 24, window=30, balance="attention"),
-            rank=rank,
-            world_size=world_size,
-            num_workers=workers,
-        )
-        for rank in range(world_size)
-    ]
+    return loaders(world_size, Noisy(), token_batches, num_workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -267,9 +248,7 @@ def test_token_batches_go_on_with_any_number_of_ranks(before, workers):
 @pytest.mark.parametrize("has_batches", [False, True])
 def test_a_state_of_one_of_several_ranks_in_any_order_is_for_that_rank_alone(has_batches):
     def make(rank, world_size):
-        order = {"batch_size": 12 // world_size}
-        if has_batches:
-            order = {"batch_sampler": BatchSampler(RandomSampler(LENGTHS), 8, drop_last=False)}
+        order = random_batches() if has_batches else {"batch_size": 12 // world_size}
         return shmloader.ShardedDataLoader(
             Noisy(), rank=rank, world_size=world_size, in_order=False, num_workers=1, **order
         )

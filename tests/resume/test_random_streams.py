@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 import shmloader
+from tests.parity.compare import seed_everything
 from tests.process.support import Deaths
 from tests.resume.random_streams import KINDS, LENGTH, SOURCES, Shuffled, drawing_collate
 
@@ -94,14 +93,8 @@ def all_samples(workers: int) -> list[float]:
     return [1000 * worker + number for worker in range(max(1, workers)) for number in range(LENGTH)]
 
 
-def set_streams(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
 def saved_everywhere(cell: Cell, **options: Any) -> tuple[list[Any], dict[tuple[int, Any], str]]:
-    set_streams(11)
+    seed_everything(11)
     epochs: list[Any] = []
     states = {}
     with cell.make(**options) as loader:
@@ -135,7 +128,7 @@ def check(cell: Cell, method: str = "fork") -> None:
     for epoch, at in stops(cell, len(epochs[0])):
         where = f"{cell}, {method}, epoch {epoch}, after {at}"
         state = json.loads(states[epoch, at])
-        set_streams(99)  # another process's are elsewhere
+        seed_everything(99)  # another process's are elsewhere
         with cell.make(method=method, generator=torch.Generator().manual_seed(6)) as loader:
             loader.load_state_dict(state)
             assert loader.state_dict() == state, where

@@ -316,31 +316,17 @@ def test_streams_of_few_batches_end_on_all_ranks(seed):
     readers = draw.randint(2, 6)
     sizes = draw.choices([1, 1, 2, 3, 5, 9, 20], k=draw.randint(readers, 12))
     paths = [f"{number}:{size}" for number, size in enumerate(sizes)]
-    stream = Shards(paths, open_sized, seed=1, readers=readers).batch(2)
-    expected, got, state = [batch.tolist() for batch in stream], [], None
+
+    def make(store=None):
+        return Shards(paths, open_sized, seed=1, readers=readers, store=store).batch(2)
+
+    expected, got, state = [batch.tolist() for batch in make()], [], None
     for is_last in (False, True):
         world_size, last_batch = draw.randint(1, readers), draw.choice(["pad", "discard"])
-        store = torch.distributed.HashStore()
-        shared = Shards(paths, open_sized, seed=1, readers=readers, store=store).batch(2)
-        loaders = [
-            ShardedDataLoader(
-                shared, batch_size=None, rank=rank, world_size=world_size, last_batch=last_batch
-            )
-            for rank in range(world_size)
-        ]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
-        iterators = [iter(loader) for loader in loaders]
-        steps = draw.randint(0, (len(expected) - len(got)) // world_size)
-        while is_last or steps:
-            step = [next(iterator, None) for iterator in iterators]
-            if step[0] is None:
-                assert step == [None] * world_size
-                break
-            got += [batch.tolist() for batch in step]
-            steps -= 1
-        state = loaders[-1].state_dict()
+        left = draw.randint(0, (len(expected) - len(got)) // world_size)
+        steps = None if is_last else left
+        batches, states = run_ranks(make, world_size, 0, steps, state, last_batch=last_batch)
+        got, state = got + batches, states[-1]
         if state["position"] == 0 and got:
             break  # the epoch has ended
     shared_count = min(len(got), len(expected))
