@@ -12,6 +12,14 @@ import torch
 
 import shmloader
 
+#: Of most loaders: where batches are made must change nothing that is drawn.
+OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 3}
+
+
+def local(dataset: Any, **options: Any) -> list[Any]:
+    """Return the batches of an epoch that local workers make."""
+    return list(shmloader.DataLoader(dataset, num_workers=2, **{**OPTIONS, **options}))
+
 
 class Mixed:
     """Samples of several kinds, with random numbers.

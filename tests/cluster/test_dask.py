@@ -13,7 +13,7 @@ import pytest
 from shmloader import DataLoader, ShardedDataLoader, WorkerDiedError
 from shmloader.cluster import DaskExecutor
 from tests.cluster import datasets
-from tests.cluster.datasets import Hungry, Mixed, Pids
+from tests.cluster.datasets import OPTIONS, Hungry, Mixed, Pids, local
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
 from tests.process.support import wait_until
@@ -45,10 +45,6 @@ def client(cluster) -> Iterator[Any]:
         yield client
 
 
-def local(dataset: Any, **options: Any) -> list[Any]:
-    return list(DataLoader(dataset, num_workers=2, **options))
-
-
 def test_batches_are_those_of_local_workers(client) -> None:
     executor = DaskExecutor(client)
     options: dict[str, Any] = {"batch_size": 3, "seed": 3, "shuffle": True}
@@ -63,18 +59,10 @@ def test_batches_are_those_of_local_workers(client) -> None:
 
 def test_workers_that_cannot_open_the_payload_get_it_from_dask(client) -> None:
     client.run(_make_far)
-    options: dict[str, Any] = {"batch_size": 3, "seed": 3}
-    loader = DataLoader(Mixed(), num_workers=4, executor=DaskExecutor(client), **options)
+    loader = DataLoader(Mixed(), num_workers=4, executor=DaskExecutor(client), **OPTIONS)
+    here = DataLoader(Mixed(), num_workers=2, **OPTIONS)
     for _ in range(2):
-        iterator = iter(loader)
-        found = list(iterator)
-    assert_same(found, (local(Mixed(), **options), local_second(Mixed(), **options))[1])
-
-
-def local_second(dataset: Any, **options: Any) -> list[Any]:
-    loader = DataLoader(dataset, num_workers=2, **options)
-    list(loader)
-    return list(loader)
+        assert_same(list(loader), list(here))
 
 
 def _make_far() -> None:
@@ -98,10 +86,9 @@ def _make_far() -> None:
 
 def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster, client) -> None:
     client.run(_make_far)
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     dataset = Mixed(60, wait_s=0.02)
     loader = DataLoader(
-        dataset, num_workers=2, executor=DaskExecutor(client), worker_restarts=16, **options
+        dataset, num_workers=2, executor=DaskExecutor(client), worker_restarts=16, **OPTIONS
     )
     iterator = iter(loader)
     found = [next(iterator) for _ in range(4)]
@@ -112,19 +99,18 @@ def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster,
     client.wait_for_workers(2, timeout=60)
     client.run(_make_far)
     found += iterator
-    assert_same(found, local(dataset, **options))
+    assert_same(found, local(dataset))
 
 
 def test_a_killed_worker_s_batches_are_made_again(cluster, client) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     dataset = Mixed(60, wait_s=0.02)
-    loader = DataLoader(dataset, num_workers=4, executor=DaskExecutor(client), **options)
+    loader = DataLoader(dataset, num_workers=4, executor=DaskExecutor(client), **OPTIONS)
     iterator = iter(loader)
     found = [next(iterator) for _ in range(4)]
     victim = next(iter(cluster.workers.values()))
     victim.process.process._process.kill()
     found += list(iterator)
-    assert_same(found, local(dataset, **options))
+    assert_same(found, local(dataset))
 
 
 def test_a_cluster_that_is_gone_is_one_error(cluster, client) -> None:

@@ -22,7 +22,7 @@ import pytest
 from shmloader import DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.cluster import DaskExecutor
 from tests.cluster import datasets
-from tests.cluster.datasets import Large, Mixed, Pids
+from tests.cluster.datasets import OPTIONS, Large, Mixed, Pids, local
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, wait_until
@@ -102,15 +102,11 @@ def client(cluster) -> Iterator[Any]:
         yield client
 
 
-def local(dataset: Any, **options: Any) -> list[Any]:
-    return list(DataLoader(dataset, num_workers=2, **options))
-
-
 def test_a_killed_scheduler_is_one_error_at_once_or_when_the_client_gives_up(
     cluster, client
 ) -> None:
     """At all times some of the results, which are large, are on their way."""
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 4}
+    options = {**OPTIONS, "num_workers": 4}
     executor = DaskExecutor(client)
     loader = DataLoader(Large(24), executor=executor, **options)
     patient = DataLoader(Large(400), executor=executor, worker_restarts=1000, **options)
@@ -132,14 +128,13 @@ def test_a_killed_scheduler_is_one_error_at_once_or_when_the_client_gives_up(
 
     resumed = DataLoader(Large(24), **options)
     resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
-    assert_same([*found, *resumed], local(Large(24), batch_size=2, seed=3))
+    assert_same([*found, *resumed], local(Large(24)))
 
 
 def test_a_scheduler_that_comes_back_in_time_gets_the_lost_tasks(cluster, client) -> None:
     client._timeout = STARTED_S
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     loader = DataLoader(
-        Mixed(60), num_workers=4, executor=DaskExecutor(client), worker_restarts=100, **options
+        Mixed(60), num_workers=4, executor=DaskExecutor(client), worker_restarts=100, **OPTIONS
     )
     iterator = iter(loader)
     found = [next(iterator) for _ in range(4)]
@@ -148,12 +143,11 @@ def test_a_scheduler_that_comes_back_in_time_gets_the_lost_tasks(cluster, client
     cluster.start_scheduler()
     cluster.start_workers(2)
     found += iterator
-    assert_same(found, local(Mixed(60), **options))
+    assert_same(found, local(Mixed(60)))
 
 
 def test_without_workers_a_batch_is_late_and_comes_when_one_is_there(cluster, client) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
-    loader = DataLoader(Mixed(), num_workers=3, executor=DaskExecutor(client), timeout=1, **options)
+    loader = DataLoader(Mixed(), num_workers=3, executor=DaskExecutor(client), timeout=1, **OPTIONS)
     iterator = iter(loader)
     found = patiently(iterator, 4)
     cluster.kill_workers()
@@ -161,7 +155,7 @@ def test_without_workers_a_batch_is_late_and_comes_when_one_is_there(cluster, cl
         found.extend(iterator)
     cluster.start_workers(1)
     found += patiently(iterator, 20 - len(found))
-    assert_same(found, local(Mixed(), **options))
+    assert_same(found, local(Mixed()))
 
 
 def patiently(iterator: Iterator[Any], count: int) -> list[Any]:
@@ -202,12 +196,11 @@ def test_a_result_that_cannot_be_fetched_is_the_loss_of_its_task(client, monkeyp
         return await type(client.scheduler).__getattr__(client.scheduler, "gather")(**named)
 
     monkeypatch.setattr(client.scheduler, "gather", gather, raising=False)
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     executor = DaskExecutor(client)
-    loader = DataLoader(Mixed(), num_workers=3, executor=executor, worker_restarts=8, **options)
-    assert_same(list(loader), local(Mixed(), **options))
+    loader = DataLoader(Mixed(), num_workers=3, executor=executor, worker_restarts=8, **OPTIONS)
+    assert_same(list(loader), local(Mixed()))
     assert not failures
 
     failures.append(OSError("the connection is reset"))
     with pytest.raises(WorkerDiedError, match=r"OSError: the connection is reset"):
-        list(DataLoader(Mixed(), num_workers=3, executor=executor, **options))
+        list(DataLoader(Mixed(), num_workers=3, executor=executor, **OPTIONS))

@@ -18,7 +18,7 @@ from shmloader import DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.cluster import RayExecutor
 from shmloader.pools import executor_task
 from tests.cluster import datasets
-from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Pids
+from tests.cluster.datasets import OPTIONS, Bad, Held, Killing, Large, Mixed, Notes, Pids, local
 from tests.cluster.needed import needed
 from tests.commands import output_of, run_python
 from tests.parity.compare import assert_same
@@ -47,20 +47,16 @@ def disconnected_at_the_end() -> Iterator[None]:
     ray.shutdown()
 
 
+def start_ray(**more: Any) -> None:
+    options = {"include_dashboard": False, "log_to_driver": False, **more}
+    ray.init(num_cpus=2, object_store_memory=STORE_BYTES, **options)
+
+
 @pytest.fixture
 def connected(disconnected_at_the_end) -> None:
     """Ray on this machine, which takes seconds to start: tests share it unless they end it."""
     if not ray.is_initialized():
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
-        )
-
-
-def local(dataset: Any, **options: Any) -> list[Any]:
-    return list(DataLoader(dataset, num_workers=2, **options))
+        start_ray()
 
 
 def test_batches_are_those_of_local_workers(connected) -> None:
@@ -105,28 +101,26 @@ def test_an_ended_process_s_batch_is_made_again_by_ray_alone(
 ) -> None:
     """By SIGTERM, Ray itself ends a process, which raises SystemExit in the dataset."""
     dataset = Killing(tmp_path / "killed", number)
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
-    loader = DataLoader(dataset, num_workers=4, executor=RayExecutor(), **options)
+    loader = DataLoader(dataset, num_workers=4, executor=RayExecutor(), **OPTIONS)
     found = list(loader)
     assert (tmp_path / "killed").exists()
     assert not caplog.records, "Ray says nothing to the loader"
-    assert_same(found, local(Mixed(24), **options))
+    assert_same(found, local(Mixed(24)))
 
 
 def test_what_ray_is_told_to_give_up_is_made_again_by_worker_restarts(
     connected, tmp_path, caplog
 ) -> None:
     executor = RayExecutor(max_retries=0)
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
-    given: dict[str, Any] = {"num_workers": 4, "executor": executor, **options}
+    given: dict[str, Any] = {"num_workers": 4, "executor": executor, **OPTIONS}
     dataset = Killing(tmp_path / "killed")
-    assert_same(list(DataLoader(dataset, worker_restarts=4, **given)), local(Mixed(24), **options))
+    assert_same(list(DataLoader(dataset, worker_restarts=4, **given)), local(Mixed(24)))
     assert "WorkerCrashedError" in caplog.text
 
     iterator, found = iter(DataLoader(Killing(tmp_path / "again"), **given)), []
     with pytest.raises(WorkerDiedError, match="WorkerCrashedError"):
         found.extend(iterator)
-    assert_same(found, local(Mixed(24), **options)[: len(found)])
+    assert_same(found, local(Mixed(24))[: len(found)])
 
 
 def test_more_batches_than_the_store_holds_all_come(connected) -> None:
@@ -187,8 +181,7 @@ def test_another_cluster_is_not_the_one_that_was_left(connected) -> None:
     executor = RayExecutor(resources={"none has this": 1})
     future = executor.submit(abs, -3)
     ray.shutdown()
-    options = {"include_dashboard": False, "log_to_driver": False}
-    ray.init(num_cpus=2, object_store_memory=STORE_BYTES, **options)
+    start_ray()
     with pytest.raises(RuntimeError, match="connected to another cluster"):
         executor.submit(abs, -3)
     executor.check()
@@ -298,13 +291,7 @@ os._exit(0)
 
 def test_a_full_disk_under_a_full_store_is_one_clear_error() -> None:
     ray.shutdown()
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=STORE_BYTES,
-        log_to_driver=False,
-        _system_config={"local_fs_capacity_threshold": 0.0001},  # any disk is full
-    )
+    start_ray(_system_config={"local_fs_capacity_threshold": 0.0001})  # any disk is full
     try:
         executor = RayExecutor()
         loader = DataLoader(Large(60), 1, num_workers=60, executor=executor)

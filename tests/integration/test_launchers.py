@@ -38,45 +38,35 @@ def run(folder: Path, text: str, *arguments: str) -> None:
 
 
 SPAWNED = """
-    import os, sys
-    from pathlib import Path
+    import sys
 
-    import torch.distributed as dist
     import torch.multiprocessing
 
-    from tests.process import one_dataset, one_pool
+    from tests.integration.launched import join_by_store, run_rank
 
 
     def main(rank, ranks, shared):
-        run_rank = {"workers": one_pool, "dataset": one_dataset}[shared].run_rank
-        store = f"file://{Path().absolute()}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-        run_rank(Path(), rank, ranks)
-        dist.destroy_process_group()
+        join_by_store(rank, ranks)
+        run_rank(shared)
 
 
     if __name__ == "__main__":
         torch.multiprocessing.spawn(main, (2, *sys.argv[1:]), nprocs=2)
 """
 
-
 RANKS = """
     import sys
-    from pathlib import Path
 
-    import torch.distributed as dist
+    import torch.distributed
 
-    from tests.process import one_dataset, one_pool
+    from tests.integration.launched import run_rank
 
     if __name__ == "__main__":
-        run_rank = {"workers": one_pool, "dataset": one_dataset}[sys.argv[1]].run_rank
-        dist.init_process_group("gloo")
-        run_rank(Path(), dist.get_rank(), dist.get_world_size())
-        dist.destroy_process_group()
+        torch.distributed.init_process_group("gloo")
+        run_rank(sys.argv[1])
 """
 
 CHECKS = {"workers": check, "dataset": one_dataset.check}
-
 
 SRUN = """
     import os, subprocess, sys
@@ -84,22 +74,16 @@ SRUN = """
 
     RANK = '''
     import os, sys
-    from pathlib import Path
 
-    import torch.distributed as dist
-
-    from tests.process import one_dataset, one_pool
+    from tests.integration.launched import join_by_store, run_rank
 
     if __name__ == "__main__":
         rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
         shared, *cores = sys.argv[1:]
-        run_rank = {"workers": one_pool, "dataset": one_dataset}[shared].run_rank
         if cores:  # --cpu-bind=cores
             os.sched_setaffinity(0, {int(cores[rank])})
-        store = f"file://{Path().absolute()}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-        run_rank(Path(), rank, ranks)
-        dist.destroy_process_group()
+        join_by_store(rank, ranks)
+        run_rank(shared)
     '''
 
     if __name__ == "__main__":
