@@ -48,31 +48,11 @@ _OLDEST_TORCH = (2, 8)
 #: Kinds of counts, in the order of the C++ enumeration.
 COUNTS = (
     "late copies",  # of pinned or registered memory
-    "pageable copies",
-    "device copies",
-    "host copies",
-    "allocations",
-    "new blocks",
-    "reserved bytes",
-    "used bytes",
-    "most used bytes",
-    "recorded streams",
-    "new streams",
-    "events",
-    "event waits",
-    "stream waits",
-    "synchronizations",
-    "registered",
-    "unregistered",
-    "registered bytes",
-    "most registered bytes",
-    "host blocks",
-    "initializations",
-    "capture breaks",
-    "faults",
-    "waiting",
-    "stream lookups",
-    "forks inside",
+    *("pageable copies", "device copies", "host copies", "allocations", "new blocks"),
+    *("reserved bytes", "used bytes", "most used bytes", "recorded streams", "new streams"),
+    *("events", "event waits", "stream waits", "synchronizations", "registered"),
+    *("unregistered", "registered bytes", "most registered bytes", "host blocks"),
+    *("initializations", "capture breaks", "faults", "waiting", "stream lookups", "forks inside"),
 )
 
 

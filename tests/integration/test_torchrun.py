@@ -303,12 +303,8 @@ PACES = f"""
 """
 
 EVENTS = [
-    "rank 0 has a batch",
-    "rank 1 has all batches",
-    "rank 2 has a batch",
-    "rank 0 has ended its epoch",
-    "rank 2 has ended its epoch",
-    "rank 2 has left",
+    *("rank 0 has a batch", "rank 1 has all batches", "rank 2 has a batch"),
+    *("rank 0 has ended its epoch", "rank 2 has ended its epoch", "rank 2 has left"),
 ]
 
 

@@ -3,6 +3,7 @@
 import inspect
 import multiprocessing
 import os
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -21,49 +22,38 @@ SAMPLER = SequentialSampler(MAP)
 BATCHES = BatchSampler(SAMPLER, 3, False)
 GENERATOR = torch.Generator()
 
+
+def each(name: str, *values: object, **others: object) -> list[dict[str, Any]]:
+    """One argument with several values, beside others."""
+    return [{name: value, **others} for value in values]
+
+
 REFUSED: list[dict[str, Any]] = [
     {"num_workers": -1},
     {"timeout": -1},
     {"timeout": -0.5, "num_workers": 1},
-    {"prefetch_factor": 2},
-    {"prefetch_factor": 0},
-    {"prefetch_factor": -1},
+    *each("prefetch_factor", 2, 0, -1),
     {"prefetch_factor": -1, "num_workers": 1},
     {"persistent_workers": True},
     {"multiprocessing_context": "fork"},
-    {"multiprocessing_context": multiprocessing.get_context("spawn")},
-    {"multiprocessing_context": "bad", "num_workers": 1},
-    {"multiprocessing_context": "", "num_workers": 1},
-    {"multiprocessing_context": 5, "num_workers": 1},
-    {"multiprocessing_context": multiprocessing, "num_workers": 1},
-    {"dataset": STREAM, "shuffle": True},
-    {"dataset": STREAM, "shuffle": "yes"},
-    {"dataset": STREAM, "shuffle": []},
-    {"dataset": STREAM, "sampler": SAMPLER},
-    {"dataset": STREAM, "sampler": []},
+    {"multiprocessing_context": get_context("spawn")},
+    *each("multiprocessing_context", "bad", "", 5, multiprocessing, num_workers=1),
+    *each("shuffle", True, "yes", [], dataset=STREAM),
+    *each("sampler", SAMPLER, [], dataset=STREAM),
     {"dataset": STREAM, "batch_sampler": BATCHES},
     {"dataset": STREAM, "sampler": SAMPLER, "batch_sampler": BATCHES, "shuffle": True},
-    {"sampler": SAMPLER, "shuffle": True},
-    {"sampler": [], "shuffle": True},
-    {"batch_sampler": BATCHES, "batch_size": 2},
-    {"batch_sampler": BATCHES, "batch_size": None},
+    *each("sampler", SAMPLER, [], shuffle=True),
+    *each("batch_size", 2, None, batch_sampler=BATCHES),
     {"batch_sampler": BATCHES, "shuffle": True},
     {"batch_sampler": BATCHES, "sampler": SAMPLER},
     {"batch_sampler": BATCHES, "drop_last": True},
     {"batch_sampler": BATCHES, "sampler": SAMPLER, "shuffle": True},
-    {"batch_size": None, "drop_last": True},
-    {"batch_size": None, "drop_last": "yes"},
-    {"batch_size": 0},
-    {"batch_size": -3},
-    {"batch_size": True},
-    {"batch_size": 2.0},
-    {"batch_size": "4"},
-    {"drop_last": 1},
-    {"drop_last": None},
+    *each("drop_last", True, "yes", batch_size=None),
+    *each("batch_size", 0, -3, True, 2.0, "4"),
+    *each("drop_last", 1, None),
     {"dataset": [], "shuffle": True},
     {"dataset": STREAM, "batch_size": 0},
-    {"num_workers": "2"},
-    {"num_workers": None},
+    *each("num_workers", "2", None),
     {"timeout": None},
     {"no_such_option": 1},
     # Where several are wrong, the first check wins.
@@ -90,10 +80,7 @@ REFUSED: list[dict[str, Any]] = [
 ACCEPTED: list[dict[str, Any]] = [
     {},
     {"batch_size": 4},
-    {"shuffle": True},
-    {"shuffle": False},
-    {"shuffle": 1},
-    {"shuffle": "yes"},
+    *each("shuffle", True, False, 1, "yes"),
     {"sampler": SAMPLER},
     {"sampler": SAMPLER, "batch_size": None},
     {"sampler": [3, 1], "shuffle": False},
@@ -103,33 +90,27 @@ ACCEPTED: list[dict[str, Any]] = [
     {"batch_size": None},
     {"batch_size": None, "shuffle": True},
     {"drop_last": True, "batch_size": 3},
-    {"num_workers": 1},
-    {"num_workers": 1, "prefetch_factor": 5},
-    {"num_workers": 1, "prefetch_factor": 0},
+    *each("num_workers", 1, 1000, True),
+    *each("prefetch_factor", 5, 0, num_workers=1),
     {"num_workers": 1, "persistent_workers": True},
     {"num_workers": 1, "timeout": 2.5},
     {"timeout": 3},
     {"num_workers": 1, "worker_init_fn": draw_some},
-    {"num_workers": 1, "multiprocessing_context": "fork"},
-    {"num_workers": 1, "multiprocessing_context": "spawn"},
-    {"num_workers": 1, "multiprocessing_context": multiprocessing.get_context("forkserver")},
-    {"num_workers": 1, "multiprocessing_context": multiprocessing.get_context()},
-    {"num_workers": True},
+    *each("multiprocessing_context", "fork", "spawn", num_workers=1),
+    *each("multiprocessing_context", *map(get_context, ("forkserver", None)), num_workers=1),
     {"generator": GENERATOR, "shuffle": True},
     {"generator": GENERATOR},
     {"pin_memory": True},
     {"pin_memory": True, "pin_memory_device": "cuda"},
     {"pin_memory_device": "cuda:1"},
     {"collate_fn": as_is},
-    {"in_order": False},
-    {"in_order": False, "num_workers": 1},
+    *each("num_workers", 0, 1, in_order=False),
     {"dataset": STREAM},
     {"dataset": STREAM, "shuffle": False},
     {"dataset": STREAM, "batch_size": None},
     {"dataset": STREAM, "batch_size": 4, "drop_last": True},
     {"dataset": Measured(3, 3), "num_workers": 1, "persistent_workers": True},
     {"dataset": [], "batch_size": 3},
-    {"num_workers": 1000},
 ]
 
 ATTRIBUTES = [
@@ -263,7 +244,7 @@ def test_attributes_set_after_init_are_read_at_iter(cls: Any) -> list[Any]:
     return list(loader)
 
 
-@pytest.mark.parametrize("context", ["bad", 5, "spawn", None, multiprocessing.get_context("fork")])
+@pytest.mark.parametrize("context", ["bad", 5, "spawn", None, get_context("fork")])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_context_is_checked_when_it_is_set_later(workers: int, context: Any) -> None:
     def change(cls: Any) -> Any:

@@ -214,10 +214,12 @@ def apart(kind) -> Kind:
 
 
 @contextlib.contextmanager
-def opened(kind: Kind, make: Callable[[Any], Any], worker_count: int = 2) -> Iterator[Pool]:
+def opened(
+    kind: Kind, make: Callable[[Any], Any], worker_count: int = 2
+) -> Iterator[tuple[Pool, "Told"]]:
     pool = kind.make(make, worker_count)
     try:
-        yield pool
+        yield pool, Told(pool, worker_count)
     finally:
         pool.close()
         CONFIGS.clear()
@@ -299,8 +301,7 @@ def squared(index: int) -> torch.Tensor:
 
 
 def test_each_task_is_answered_once_on_the_thread_that_waits(kind) -> None:
-    with opened(kind, squared) as pool:
-        told = Told(pool)
+    with opened(kind, squared) as (pool, told):
         told.send(*range(WINDOW))
         told.take_all(WINDOW)
         assert sorted(told.answers) == list(range(WINDOW))
@@ -311,8 +312,7 @@ def test_each_task_is_answered_once_on_the_thread_that_waits(kind) -> None:
 
 
 def test_an_exception_of_the_dataset_is_an_answer(kind) -> None:
-    with opened(kind, squared) as pool:
-        told = Told(pool)
+    with opened(kind, squared) as (_, told):
         told.send(12, 13, 14)
         told.take_all(3)
         assert [told.answers[seq].error is None for seq in range(3)] == [True, False, True]
@@ -321,8 +321,7 @@ def test_an_exception_of_the_dataset_is_an_answer(kind) -> None:
 
 def test_polling_takes_what_is_there_without_waiting(apart) -> None:
     gate = Gate()
-    with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
-        told = Told(pool, 1)
+    with opened(apart, lambda index: gate.pass_through() or index, 1) as (pool, told):
         told.send(7)
         began = time.monotonic()
         assert not pool.poll(told)
@@ -333,16 +332,16 @@ def test_polling_takes_what_is_there_without_waiting(apart) -> None:
 
 
 def test_a_wait_is_over_after_its_time(kind) -> None:
-    with opened(kind, squared) as pool:
+    with opened(kind, squared) as (pool, told):
         began = time.monotonic()
         while time.monotonic() - began < 0.2:
-            assert not pool.wait(0.2, Told(pool))
+            assert not pool.wait(0.2, told)
         assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_wake_ends_a_wait_now_or_the_next(kind, before) -> None:
-    with opened(kind, squared) as pool:
+    with opened(kind, squared) as (pool, told):
         pool.enable_wake()
         wake = threading.Thread(
             target=lambda: (before or wait_until(lambda: pool.is_waiting), pool.wake())
@@ -351,14 +350,13 @@ def test_a_wake_ends_a_wait_now_or_the_next(kind, before) -> None:
         if before:
             wake.join()
         began = time.monotonic()
-        assert not pool.wait(60, Told(pool))
+        assert not pool.wait(60, told)
         assert time.monotonic() - began < 20
         wake.join()
 
 
 def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> None:
-    with opened(kind, squared) as pool:
-        told = Told(pool)
+    with opened(kind, squared) as (pool, told):
         told.send(*range(4))
         told.end_epoch()
         wait_until(lambda: told.scheduler.is_epoch_left or pool.wait(1, told) is None)
@@ -377,8 +375,7 @@ def test_what_is_being_made_when_an_epoch_is_given_up_is_not_told_in_the_next(ap
             gate.pass_through()
         return index
 
-    with opened(apart, make, 1) as pool:
-        told = Told(pool, 1)
+    with opened(apart, make, 1) as (pool, told):
         told.send(3)
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
         told.end_epoch(1)
@@ -395,9 +392,8 @@ def test_what_is_being_made_when_an_epoch_is_given_up_is_not_told_in_the_next(ap
 
 def test_what_a_worker_is_at_may_be_asked(apart) -> None:
     gate = Gate()
-    with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
+    with opened(apart, lambda index: gate.pass_through() or index, 1) as (pool, told):
         wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
-        told = Told(pool, 1)
         told.send(3)
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
         found = pool.ask(0)
@@ -411,8 +407,7 @@ def test_what_a_worker_is_at_may_be_asked(apart) -> None:
 
 def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
     main = threading.main_thread().ident
-    with opened(kind, squared) as pool:
-        told = Told(pool)
+    with opened(kind, squared) as (pool, told):
 
         def press() -> None:
             wait_until(lambda: pool.is_waiting)
@@ -434,8 +429,10 @@ def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apar
     while_waiting = 0
     for nth in itertools.count(1):
         gate = Gate()
-        with opened(apart, lambda index, gate=gate: gate.pass_through() or index, 1) as pool:
-            told = Told(pool, 1)
+        with opened(apart, lambda index, gate=gate: gate.pass_through() or index, 1) as (
+            pool,
+            told,
+        ):
             told.send(3)
             wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
             gate.open()
@@ -489,8 +486,7 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
             gate.pass_through()
         return squared(index)
 
-    with opened(apart, make, 1) as pool:
-        told = Told(pool, 1)
+    with opened(apart, make, 1) as (pool, told):
         told.send(0)
         tries.wait_until_open()
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
@@ -508,7 +504,7 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
 
 
 def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
-    with opened(kind, squared) as pool:
+    with opened(kind, squared) as (pool, _):
         assert not pool.is_inherited
         pid = os.fork()
         if pid == 0:

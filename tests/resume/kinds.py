@@ -158,42 +158,28 @@ KINDS = {
     "a user's": Kind(lambda: {"batch_size": BATCH, "sampler": GlobalShuffle()}, goes_on=False),
     "a user's with a state": Kind(lambda: {"batch_size": BATCH, "sampler": Stateful()}),
     "a user's batches": Kind(lambda: {"batch_sampler": Runs()}, names_epochs=True),
-    "by a seed": Kind(lambda: {"batch_size": BATCH, "shuffle": True, "seed": 5}, dataset=Noisy),
-    "by a seed, without batching": Kind(
-        lambda: {"batch_size": None, "shuffle": True, "seed": 5}, dataset=Noisy
-    ),
-    "by a seed, a user's": Kind(
-        lambda: {"batch_size": BATCH, "sampler": GlobalShuffle(), "seed": 5}, dataset=Noisy
-    ),
-    "by a seed, a user's with a state": Kind(
-        lambda: {"batch_size": BATCH, "sampler": Stateful(), "seed": 5}, dataset=Noisy
-    ),
-    "by a seed, a user's batches": Kind(
-        lambda: {"batch_sampler": Runs(), "seed": 5}, dataset=Noisy
-    ),
-    "by a seed, weighted": Kind(
-        lambda: {
-            "batch_size": BATCH,
-            "sampler": WeightedRandomSampler([1.0] * LENGTH, 45),
-            "seed": 5,
-        },
-        dataset=Noisy,
-    ),
-    "by a seed, a user's generator": Kind(
-        lambda: {
-            "batch_size": BATCH,
-            "sampler": RandomSampler(Squares(), generator=_generator()),
-            "seed": 5,
-        },
-        dataset=Noisy,
-    ),
     "token batches": Kind(lambda: {"batch_sampler": _tokens()}),
     "token batches of a rank": Kind(
         lambda: {"batch_sampler": ShardedSampler(_tokens(), rank=1, world_size=3)}
     ),
-    "by a seed, token batches": Kind(
-        lambda: {"batch_sampler": _tokens(), "seed": 5}, dataset=Noisy
+}
+
+
+def _seeded(options: Callable[[], dict[str, Any]]) -> Kind:
+    return Kind(lambda: {**options(), "seed": 5}, dataset=Noisy)
+
+
+KINDS |= {
+    "by a seed": _seeded(lambda: {"batch_size": BATCH, "shuffle": True}),
+    "by a seed, without batching": _seeded(lambda: {"batch_size": None, "shuffle": True}),
+    "by a seed, weighted": _seeded(KINDS["weighted by the global stream"].options),
+    "by a seed, a user's generator": _seeded(
+        lambda: {"batch_size": BATCH, "sampler": RandomSampler(Squares(), generator=_generator())}
     ),
+    **{
+        f"by a seed, {name}": _seeded(KINDS[name].options)
+        for name in ("a user's", "a user's with a state", "a user's batches", "token batches")
+    },
 }
 
 
