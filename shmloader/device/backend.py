@@ -103,11 +103,8 @@ class CudaDriver:
         self._unregister = library.cuMemHostUnregister
         self._unregister.argtypes = [ctypes.c_void_p]
         self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
-        self._exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
         self._current_context = library.cuCtxGetCurrent
-        self._current_context.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
         self._error_name = library.cuGetErrorName
-        self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
     def register(self, address: int, nbytes: int) -> str:
         """Page-lock memory for all devices. Returns why that failed, or an empty string."""

@@ -150,11 +150,6 @@ class EngineThread(OwnThread):
 
     # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread` --------
 
-    @property
-    def has_ticket(self) -> bool:
-        """Whether a ticket is here."""
-        return bool(self.tickets)
-
     def next_ticket(self) -> object:
         """Return the next ticket."""
         if not self.tickets:
@@ -268,7 +263,7 @@ class StagedEngine:
         thread = self.owner.thread = EngineThread(self._engine, self._stage)
         self._engine.attach(thread)
         try:
-            for _ in range(self._engine.tickets_at_start):
+            for _ in range(self._engine.scheduler.tickets_at_start):
                 if not self._draw_one(thread):
                     break
         finally:
@@ -305,24 +300,20 @@ class StagedEngine:
             if isinstance(item, bool):
                 self._tickets_out -= not item
                 self._draw_one(thread)
-            else:
-                self._make(thread, item)
+                continue
+            try:
+                item.function()
+            except Instead:  # which has closed the engine
+                self.close()
+                raise
+            finally:
+                item.is_over = True
+                thread.may_go_on.set()
 
     def give_up(self, error: BaseException) -> None:
         """See :meth:`Engine.give_up`."""
         self._engine.record_interruption(error)
         self.close()
-
-    def _make(self, thread: EngineThread, call: CallRequest) -> None:
-        """Make a call that the engine's thread waits for."""
-        try:
-            call.function()
-        except Instead:  # which has closed the engine
-            self.close()
-            raise
-        finally:
-            call.is_over = True
-            thread.may_go_on.set()
 
     def _deliver(self, thread: EngineThread, result: Result) -> object:
         """Return the batch of a result, or raise its exception."""

@@ -62,11 +62,6 @@ class OwnThread(BackgroundThread):
     engine: "Engine"
     is_ended = is_stopping = False
 
-    @property
-    @abc.abstractmethod
-    def has_ticket(self) -> bool:
-        """Whether :meth:`next_ticket` has one."""
-
     @abc.abstractmethod
     def next_ticket(self) -> object:
         """Return the next index batch from the user's thread, or raise StopIteration for now."""
@@ -105,6 +100,7 @@ class Engine:
     """Delivers the batches that a pool of workers makes.
 
     Attributes:
+        scheduler: Decides. Only the engine changes it.
         delivery: The ticket whose batch the last call of ``next_batch`` returned, or whose error it
             raised; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
@@ -133,7 +129,7 @@ class Engine:
         base_seed: int | None = None,
         watch: FailureWatch | None = None,
     ) -> None:
-        self._pool, self._scheduler = pool, scheduler
+        self._pool, self.scheduler = pool, scheduler
         self._memory: SlotMemory | None = pool.memory
         self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
         self._base_seed, self._watch = base_seed, watch
@@ -158,11 +154,6 @@ class Engine:
         """Whether ``next_batch`` waits, or was left by an exception while it only waited."""
         return self._pool.is_waiting
 
-    @property
-    def tickets_at_start(self) -> int:
-        """How many tickets are drawn at an epoch's beginning."""
-        return self._scheduler.tickets_at_start
-
     def resume(self) -> None:
         """Tell each worker where its dataset begins, before the first task is sent.
 
@@ -170,27 +161,22 @@ class Engine:
             OSError: If there are no descriptors left for a state.
             SharedMemoryError: If there is no memory for it.
         """
-        for worker in self._scheduler.workers:
+        for worker in self.scheduler.workers:
             if worker.is_alive:
                 self._pool.resume(worker.worker_id, worker.checkpoint)
 
     @property
     def beginnings(self) -> DatasetCheckpoints | None:
         """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
-        first = self._scheduler.beginnings
+        first = self.scheduler.beginnings
         return None if first is None else DatasetCheckpoints(first, base_seed=self._base_seed)
-
-    @property
-    def next_beginnings(self) -> tuple[Checkpoint, ...]:
-        """The datasets' checkpoints at the next epoch's beginning. Read at an epoch's end."""
-        return self._scheduler.next_beginnings
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch. Raises an Instead with the sampler's own exception."""
         self._draw = tickets.__next__
         self._readings = tickets if type(tickets) is ReaderOrder else None
         self.draw_ns = 0
-        for _ in range(self.tickets_at_start):
+        for _ in range(self.scheduler.tickets_at_start):
             self._offer()
 
     def restart(self, tickets: Iterator[object]) -> None:
@@ -207,7 +193,7 @@ class Engine:
         """
         self.check_open()
         self._draw = iter(()).__next__
-        pool, scheduler = self._pool, self._scheduler
+        pool, scheduler = self._pool, self.scheduler
         scheduler.end_epoch(pool.recall())
         for worker in scheduler.workers:
             if worker.is_alive and pool.start_epoch(worker.worker_id, scheduler.epoch + 1):
@@ -237,11 +223,12 @@ class Engine:
         """Make the engine belong to the user's thread again."""
         self._own, self._draw = None, iter(()).__next__
 
-    def send_drawn(self) -> None:
-        """Send workers the tickets that the user's thread has drawn."""
-        own = self._own
-        while own is not None and own.has_ticket:
-            self._offer()
+    def send_drawn(self) -> bool:
+        """Send workers the tickets that the user's thread has drawn. Returns whether it has any."""
+        has_any = False
+        while self._own is not None and self._offer():
+            has_any = True
+        return has_any
 
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
@@ -256,7 +243,7 @@ class Engine:
                 lost; a ClosedLoaderError after ``close()``; or the user's own exception, which
                 takes the place of one batch.
         """
-        pool, scheduler, memory, own = self._pool, self._scheduler, self._memory, self._own
+        pool, scheduler, memory, own = self._pool, self.scheduler, self._memory, self._own
         pool.is_waiting = False
         self.delivery = None
         self.draw_ns = 0
@@ -288,7 +275,7 @@ class Engine:
             # The user's thread may still send a ticket that a worker accepts.
             is_fed = own is not None and not own.is_ended and scheduler.accepts_tickets
             if scheduler.is_exhausted and not is_fed:
-                if own is not None and own.has_ticket:
+                if own is not None and self.send_drawn():
                     continue
                 if self._readings is not None and self._readings.draw_owed(
                     self._offer, may_wait=True
@@ -325,7 +312,7 @@ class Engine:
             self._fail(error)
         if not answer.is_empty:
             return False
-        self._scheduler.free_slot(ticket)
+        self.scheduler.free_slot(ticket)
         self._left_out.append(ticket)
         self._offer_another()
         return True
@@ -334,7 +321,7 @@ class Engine:
         """Offer one more ticket, and return the batch of this one or raise its error."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
-        answer, scheduler = ticket.answer, self._scheduler
+        answer, scheduler = ticket.answer, self.scheduler
         ticket.answer, self.delivery = None, ticket
         if self._left_out:
             ticket.left_out = tuple(self._left_out)
@@ -367,8 +354,8 @@ class Engine:
             SharedMemoryError: If the slot cannot be mapped.
             Exception: What unpickling a part of the batch raises.
         """
-        slots, slot_id, lease = self._scheduler.slots, ticket.slot_id, None
-        is_lent = answer.lends and slots.lent_count < self._scheduler.lend_limit
+        slots, slot_id, lease = self.scheduler.slots, ticket.slot_id, None
+        is_lent = answer.lends and slots.lent_count < self.scheduler.lend_limit
         try:
             slot = memory.slots[slot_id]
             if memory.locks_pages or slot.nbytes < slot.touched_bytes:
@@ -386,7 +373,7 @@ class Engine:
 
     def _raise_instead(self, ticket: Ticket, answer: Any) -> NoReturn:
         """Raise the error that came in place of a batch, and offer one more ticket if possible."""
-        self._scheduler.free_slot(ticket)
+        self.scheduler.free_slot(ticket)
         if isinstance(answer, Death):
             self._fail(self._died(ticket.worker_id, answer, ticket))
         error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
@@ -396,16 +383,16 @@ class Engine:
         raise Instead(error)
 
     def _died(self, worker_id: int, death: Death, ticket: Ticket | None) -> WorkerDiedError:
-        limit = self._scheduler.restart_limit
+        limit = self.scheduler.restart_limit
         return WorkerDiedError(describe_death(worker_id, death, ticket, restart_limit=limit))
 
-    def _offer(self) -> None:
-        """Draw one index batch and send it to a worker."""
+    def _offer(self) -> bool:
+        """Draw one index batch and send it to a worker. Returns False if there is none."""
         began_ns = time.monotonic_ns()
         try:
             indices = self._draw()
         except StopIteration:
-            return
+            return False
         except Exception as error:
             if is_interruption(error):
                 raise
@@ -414,10 +401,11 @@ class Engine:
             raise Instead(error) from None
         drawn_ns = time.monotonic_ns()
         self.draw_ns += drawn_ns - began_ns
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         scheduler.offer(indices, drawn_ns)
         if scheduler.unsent:
             self._send_tasks(drawn_ns)
+        return True
 
     def _offer_another(self, *, is_addition: bool = False) -> None:
         """Offer a ticket in place of one that yields no batch, or in addition to all others."""
@@ -428,7 +416,7 @@ class Engine:
 
     def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that are to be sent."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         unsent = scheduler.unsent
         while unsent:
             ticket = unsent.popleft()
@@ -444,25 +432,25 @@ class Engine:
     def _ask_for_tickets(self) -> None:
         # With a queue, more tickets are wanted for more workers: no stream can end there.
         # Otherwise a stream has ended, and its ticket yields no batch.
-        for _ in range(self._scheduler.pop_wanted_tickets()):
+        for _ in range(self.scheduler.pop_wanted_tickets()):
             self._offer_another(is_addition=self._pool.has_queue)
 
     def _receive_any(self, deadline: float | None) -> bool:
         """Wait for the pool's reports, and handle them. Returns False once the deadline is over."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
         if self._sample_timeout_s is not None:
-            look_s = end_hanging(self._pool, self._scheduler, self._sample_timeout_s)
+            look_s = end_hanging(self._pool, self.scheduler, self._sample_timeout_s)
             timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         happened = self._pool.wait(timeout_s, self)
         return happened or deadline is None or time.monotonic() < deadline
 
     def late(self) -> LoaderTimeoutError:
         """Return the error for a batch that has not come in time. Called from any thread."""
-        return late_batch(self._timeout_s, self._pool, self._scheduler)
+        return late_batch(self._timeout_s, self._pool, self.scheduler)
 
     def _adjust_workers(self) -> None:
         """Replace lost workers, and start wanted ones."""
-        scheduler, workers = self._scheduler, self._scheduler.workers
+        scheduler, workers = self.scheduler, self.scheduler.workers
         if self._wanted_workers is not None:
             wanted, self._wanted_workers = self._wanted_workers, None
             scheduler.workers_wanted(wanted)
@@ -478,7 +466,7 @@ class Engine:
 
     def _start_workers(self) -> None:
         """Start the missing workers, on the user's thread."""
-        pool, scheduler = self._pool, self._scheduler
+        pool, scheduler = self._pool, self.scheduler
         while (worker := scheduler.workers.next_missing()) is not None:
             is_lost, worker_id = worker.state is LOST, worker.worker_id
             refused = attempt(pool.start, worker_id)
@@ -486,7 +474,7 @@ class Engine:
                 self.check_open()  # another thread may have closed the pool
                 if is_lost or not pool.has_queue:  # tickets wait for this worker
                     self._fail(refused.error)
-                present = self.present_workers
+                present = scheduler.workers.present_count
                 _log.warning("num_workers stays at %d: %s", present, refused.error)
                 scheduler.workers_wanted(present)
                 continue
@@ -496,11 +484,6 @@ class Engine:
             pool.resume(worker_id, worker.checkpoint)
             scheduler.worker_started(worker_id)
 
-    @property
-    def present_workers(self) -> int:
-        """The number of workers, without GONE ones. May be read from any thread."""
-        return self._scheduler.workers.present_count
-
     def want_workers(self, count: int) -> None:
         """Set how many workers there should be, at least. Called from any thread."""
         self._wanted_workers = count
@@ -509,19 +492,19 @@ class Engine:
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Record the answer to a task: its batch, or a failure."""
         answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
-        self._scheduler.answered(seq, epoch, answer, taker=worker_id)
+        self.scheduler.answered(seq, epoch, answer, taker=worker_id)
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
         """Record that a worker's iterable dataset has no batch for this task or a later one.
 
         ``beginning`` is the checkpoint with which the worker's next epoch begins.
         """
-        self._scheduler.stream_ended(seq, epoch, beginning)
+        self.scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()
 
     def epoch_entered(self, worker_id: int, beginning: Checkpoint) -> None:
         """Record that a worker has finished the previous epoch, and begins the next one there."""
-        self._scheduler.left_epoch(worker_id, beginning)
+        self.scheduler.left_epoch(worker_id, beginning)
 
     def lost(
         self,
@@ -538,8 +521,8 @@ class Engine:
             recalled: Numbers of the tasks that were in the pool's queue, and are no longer.
             held: Numbers of the tasks that other workers have received from the queue.
         """
-        self._scheduler.recalled(recalled)
-        self._scheduler.worker_lost(worker_id, death, held=held)
+        self.scheduler.recalled(recalled)
+        self.scheduler.worker_lost(worker_id, death, held=held)
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
         """Close the engine, and raise an error. Later calls report ``why``, or its text."""
@@ -577,7 +560,7 @@ class Engine:
             self.end_workers()
         finally:
             self.detach()
-            self._scheduler.close()  # before the pool, since layouts keep references to slots
+            self.scheduler.close()  # before the pool, since layouts keep references to slots
             self._pool.close()
 
     def end_workers(self) -> None:

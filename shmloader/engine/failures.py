@@ -85,7 +85,6 @@ class FailureLimit:
     """
 
     sample_count = failed_count = 0
-    _is_passed = False
 
     def __init__(self, max_failures: int | Fraction | None, *, may_all_fail: bool) -> None:
         self.max_failures, self._may_all_fail = max_failures, may_all_fail
@@ -94,11 +93,15 @@ class FailureLimit:
         """Count one batch's samples. Returns whether too many have failed so far."""
         self.sample_count += sample_count
         self.failed_count += failed_count
-        most, is_share = self.max_failures, isinstance(self.max_failures, Fraction)
-        if most is not None:
-            most = most * self.sample_count if is_share else most
-            self._is_passed = self.failed_count > most
-        return self._is_passed and not (is_share and self.sample_count < JUDGED_FROM)
+        is_early = self.sample_count < JUDGED_FROM and isinstance(self.max_failures, Fraction)
+        return self._is_passed and not is_early
+
+    @property
+    def _is_passed(self) -> bool:
+        most = self.max_failures
+        if isinstance(most, Fraction):
+            most *= self.sample_count
+        return most is not None and self.failed_count > most
 
     @property
     def is_too_much(self) -> bool:
@@ -145,7 +148,7 @@ class FailureWatch(FailureLimit):
     def start_epoch(self) -> None:
         """Count from 0 again. The list is kept."""
         self.sample_count = self.failed_count = 0
-        self._is_passed, self._last = False, None
+        self._last = None
 
     def add(
         self, report: Any, batch: str, worker: int | None = None, pid: int | None = None

@@ -199,7 +199,7 @@ class BatchIterator(_BaseDataLoaderIter):
         if self._opened is not None:
             self._opened.begin_epoch()
         if self._adapter is not None:
-            self._adapter.begin(self._engine.present_workers)
+            self._adapter.begin(self._engine.scheduler.workers.present_count)
             self._wanted = None
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
@@ -304,7 +304,7 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _end_epoch(self) -> None:
         if self._checkpoints is not None and self._persistent_workers:
-            self._checkpoints.end_epoch(self._engine.next_beginnings)
+            self._checkpoints.end_epoch(self._engine.scheduler.next_beginnings)
         self._is_exhausted = self._progress.is_ended = True
         self._plan.newest.forget_ended()
         if not self._persistent_workers:
@@ -332,7 +332,7 @@ class BatchIterator(_BaseDataLoaderIter):
         if wanted != self._wanted:
             self._wanted = wanted
             self._engine.want_workers(wanted)
-        loader, present = self._loader(), self._engine.present_workers
+        loader, present = self._loader(), self._engine.scheduler.workers.present_count
         self._record.num_workers, count = present, min(wanted, present)
         if loader is not None:
             loader.num_workers = count

@@ -332,12 +332,13 @@ def write_batch(
         # torch storage (an array and its tensor), is copied, as with torch's loader.
         offset = writer.offset_of(address, nbytes)
         if offset is None or any(offset < end and at < offset + nbytes for at, end in used):
-            return writer.put_memory(address, nbytes)
+            return writer.put(address, nbytes)
         used.append((offset, offset + nbytes))
         return offset
 
     spans = parts.write(put)
-    sent = body if len(body) <= spill_bytes else writer.put(body)
+    nbytes = len(body)
+    sent = body if nbytes <= spill_bytes else (writer.put(body, nbytes), nbytes)
     return PickledLayout(sent, spans, tuple(parts.order))
 
 

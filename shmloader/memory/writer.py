@@ -190,21 +190,12 @@ class SlotWriter:
         self.slot.memory[start:end] = data
         return nbytes
 
-    def put(self, data: bytes) -> tuple[int, int]:
-        """Copy bytes into the slot. Returns their offset and number."""
-        nbytes = len(data)
+    def put(self, source: int | bytes, nbytes: int) -> int:
+        """Copy bytes, or those at an address of this process, to the slot; return their offset."""
         offset = self.allocate(nbytes)
         if FAULTS is not None:
             FAULTS.reach("worker.write")
-        self.slot.memory[offset : offset + nbytes] = data
-        return offset, nbytes
-
-    def put_memory(self, address: int, nbytes: int) -> int:
-        """Copy ``nbytes`` at ``address`` of this process into the slot; return their offset."""
-        offset = self.allocate(nbytes)
-        if FAULTS is not None:
-            FAULTS.reach("worker.write")
-        ctypes.memmove(self.slot.address + offset, address, nbytes)
+        ctypes.memmove(self.slot.address + offset, source, nbytes)
         return offset
 
     def offset_of(self, address: int, nbytes: int) -> int | None:

@@ -107,14 +107,12 @@ class ProcessExecutor(OwnThread):
     # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread`. Jobs come
     # without a request, and workers are not replaced, so that no call starts one. --------------
 
-    @property
-    def has_ticket(self) -> bool:
-        """Whether there is a job, and space for it in the engine's window."""
-        return bool(self._jobs) and len(self._sent) < self._window
-
     def next_ticket(self) -> object:
-        """Return the next job's item, or raise StopIteration for now."""
-        while self.has_ticket:
+        """Return the next job's item, or raise StopIteration for now.
+
+        There may be none, or no space for it in the engine's window.
+        """
+        while self._jobs and len(self._sent) < self._window:
             job = self._jobs.popleft()
             if not job.flow.is_over:
                 self._sent[next(self._numbers)] = job

@@ -39,14 +39,12 @@ class HostPool:
     Attributes:
         nursery: The process that owns the workers.
         number: Tells the pools of a run apart, and is the same in all ranks.
-        worker_count: The number of workers of the host.
         name: The name at which the ranks meet.
         objects: Dataset and ``worker_init_fn``, which are kept alive.
     """
 
     nursery: Nursery
     number: int
-    worker_count: int
     name: str
     objects: object
 
@@ -100,7 +98,7 @@ def open_host_pool(
             found = nursery.await_facts()
             break
     _check(facts, found)
-    pool = HostPool(nursery, number, worker_count, meeting.name, objects)
+    pool = HostPool(nursery, number, meeting.name, objects)
     PROCESS.host_pools[key] = pool
     if old is None and not is_alone:
         PROCESS.pools_on_host = number + 1
@@ -134,8 +132,8 @@ def _check(ours: Facts, theirs: Facts) -> None:
 class SharedWorkers:
     """Attaches an iterator to the workers of a host, and leaves them.
 
-    Has the methods of :class:`~shmloader.pools.starting.OwnWorkers`. ``functions`` are
-    (collate_fn, on_error).
+    Has the methods of :class:`~shmloader.pools.starting.OwnWorkers` but ``finish``: a worker that
+    another rank loses is replaced here, too. ``functions`` are (collate_fn, on_error).
     """
 
     is_shared = True
@@ -189,9 +187,6 @@ class SharedWorkers:
             raise
         finally:
             self._channel = None
-
-    def finish(self) -> None:
-        """Do nothing: a worker that another rank loses is replaced here, too."""
 
     def close(self) -> None:
         """Close everything. May be called again, and in a forked child."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.measurements import read_file
-from shmloader.memory.arena import MEMFD_NAME, map_range
+from shmloader.memory.arena import MemoryFile, map_range, memory_file
 from shmloader.pools.forking import Descriptors, is_readable
 
 # A line: phase, epoch, seq, time.monotonic_ns() when the phase began, and _SAMPLE and _HELD.
@@ -89,10 +89,10 @@ class StatusPage:
     """The page, owned by the pool. In a process that gets it pickled, it is a worker's end."""
 
     def __init__(self, worker_count: int) -> None:
-        self._page = Descriptors([os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)])
+        self._page = memory_file("-status")
         nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._page[0], nbytes)
-        self._words = _map_words(self._page[0], nbytes)
+        self._page.truncate(nbytes)
+        self._words = _map_words(self._page, nbytes)
         self._read, self._write = (Descriptors([fd]) for fd in os.pipe())
         # Neither a worker in its signal handler nor this process may block.
         for fd in (*self._read, *self._write):
@@ -100,13 +100,11 @@ class StatusPage:
 
     def __getstate__(self) -> tuple[Any, Any, int]:
         """Pickle for a process that is being started."""
-        page, write = map(reduction.DupFd, (*self._page, *self._write))
-        return page, write, self._words.nbytes
+        return self._page, reduction.DupFd(*self._write), self._words.nbytes
 
     def __setstate__(self, state: tuple[Any, Any, int]) -> None:
         page, write, nbytes = state
-        owned = Descriptors([page.detach()])
-        self._words = _map_words(owned[0], nbytes)
+        self._words = _map_words(page, nbytes)
         self._write = Descriptors([write.detach()])
 
     def open_line(self, worker_id: int) -> "Line":
@@ -117,7 +115,7 @@ class StatusPage:
 
     def close_for_start(self) -> None:
         """Close what only new workers need. No worker may be started afterwards."""
-        self._page.close_all()
+        self._page.close()
         self._write.close_all()
 
     def clear(self, worker_id: int) -> None:
@@ -167,8 +165,8 @@ class StatusPage:
         self._words.release()
 
 
-def _map_words(fd: int, nbytes: int) -> memoryview:
-    return memoryview(map_range(fd, 0, nbytes)).cast("B").cast("q")
+def _map_words(page: MemoryFile, nbytes: int) -> memoryview:
+    return memoryview(map_range(page.fileno(), 0, nbytes)).cast("B").cast("q")
 
 
 class Line:

@@ -28,7 +28,6 @@ import errno
 import os
 import select
 import socket
-from multiprocessing import reduction
 from typing import Any
 
 from shmloader.memory import compiled
@@ -130,10 +129,7 @@ class TaskQueue(Outbox):
 
     def __getstate__(self) -> Any:
         """Pickle for a process that is being started."""
-        return reduction.DupFd(self._receiver.fileno())
-
-    def __setstate__(self, duplicate: Any) -> None:
-        self._receiver = socket.socket(*_KIND, fileno=duplicate.detach())
+        return {"_receiver": self._receiver}
 
     def pop_receiver(self) -> socket.socket:
         """Return the receiving end in a worker, which owns it from now on."""

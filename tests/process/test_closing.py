@@ -160,7 +160,7 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order,
 
 def _take_all(engine: Any) -> int:
     engine._pool.wait(0, engine)
-    return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)
+    return sum(ticket.answer is not None for ticket in engine.scheduler.tickets)
 
 
 def test_an_iterator_whose_worker_died_is_garbage_when_it_is_dropped() -> None:

@@ -414,7 +414,7 @@ def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch)
     assert 1 in made
     with pytest.raises(ClosedLoaderError):
         next(batches)
-    assert not batches._engine._scheduler.tickets
+    assert not batches._engine.scheduler.tickets
 
 
 def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, monkeypatch) -> None:
