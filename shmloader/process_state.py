@@ -2,8 +2,7 @@
 
 None of this state can belong to an object, because of where it is used: in hooks that
 ``os.fork()`` runs, at the interpreter's exit, in torch's classes, or while an object is unpickled,
-when no loader is known. All other state has an owner, except that of ``shmloader.faults``, which
-exists for the tests.
+when no loader is known. All other state has an owner.
 
 ======================  =========================================================================
 ``arenas``              the slots of all loaders: before a fork, the user's batches get memory of

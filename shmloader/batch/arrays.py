@@ -29,7 +29,6 @@ from shmloader.arrow.rows import RowMap
 from shmloader.batch.collator import Timer
 from shmloader.batch.token_blocks import TokenBlocks
 from shmloader.collate import RaggedBatch, takes_fields
-from shmloader.faults import FAULTS
 from shmloader.memory.flat import (
     BARE,
     DICT,
@@ -331,8 +330,6 @@ class Arrays:
         for (source, rows, _), field in zip(found, layout.fields, strict=True):
             if not source.write(rows, slot.address + field.offset):
                 source.copy(rows, field_tensor(slot, field))
-            if FAULTS is not None:
-                FAULTS.reach("worker.write")
         if is_first and (row_map is not None or not isinstance(indices, range)):
             offsets = [field.offset for field in layout.fields]
             repeated = RepeatedGather(found, offsets, columns)
@@ -351,8 +348,6 @@ class Arrays:
         if not repeated.write(at, writer.slot.address):
             writer.rewind()
             return None
-        if FAULTS is not None:
-            FAULTS.reach("worker.write")
         return layout
 
 

@@ -30,7 +30,6 @@ from shmloader.engine.delivery import Instead, not_an_end
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.engine.scheduler import Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
-from shmloader.faults import FAULTS
 from shmloader.interruptions import Caught, Wakeup, attempt, is_interruption, uninterruptible
 from shmloader.streams.order import NotYet, ReaderOrder
 
@@ -129,8 +128,6 @@ class EngineThread(OwnThread):
             return Result(None, instead.error, self.engine.delivery, is_last)
         delivery = self.engine.delivery
         try:
-            if FAULTS is not None:
-                FAULTS.reach("main.stage")
             began_ns = time.monotonic_ns()
             result = self._stage.run(batch)
             staged = (self._stage.kind, began_ns, time.monotonic_ns())

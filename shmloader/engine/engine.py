@@ -34,7 +34,6 @@ from shmloader.errors import (
     SharedMemoryError,
     WorkerDiedError,
 )
-from shmloader.faults import FAULTS
 from shmloader.insight.measurements import pack_batch
 from shmloader.interruptions import Caught, attempt, describe_interruption, is_interruption
 from shmloader.pools import Pool
@@ -287,8 +286,6 @@ class Engine:
                 raise Instead(StopIteration())
             if own is None:  # otherwise the user's thread keeps the deadline
                 deadline = deadline or self._deadline()
-            if FAULTS is not None:
-                FAULTS.reach("main.next")
             if not self._receive_any(deadline):
                 raise Instead(self.late())
             if own is not None:
@@ -319,8 +316,6 @@ class Engine:
 
     def _deliver(self, ticket: Ticket) -> object:
         """Offer one more ticket, and return the batch of this one or raise its error."""
-        if FAULTS is not None:
-            FAULTS.reach("main.deliver")
         answer, scheduler = ticket.answer, self.scheduler
         ticket.answer, self.delivery = None, ticket
         if self._left_out:

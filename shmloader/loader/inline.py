@@ -25,7 +25,6 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.engine.delivery import DatasetCheckpoints, Instead
 from shmloader.engine.scheduler import UNASSIGNED, Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
-from shmloader.faults import FAULTS
 from shmloader.insight.measurements import pack_batch
 from shmloader.insight.record import Record
 from shmloader.interruptions import describe_interruption, is_interruption
@@ -131,8 +130,6 @@ class InlineEngine:
                 batch = self._load(indices)
                 if batch is EmptyBatchError:
                     continue
-                if FAULTS is not None:
-                    FAULTS.reach("main.deliver")
                 if self._step is not None:
                     batch = self._step(batch)
                 began_ns, fetched_ns = timer.began_ns, timer.fetched_ns

@@ -36,7 +36,6 @@ from shmloader.batch.sample_rng import base_seed
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, unwrapped
 from shmloader.engine.scheduler import Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
-from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
@@ -261,8 +260,6 @@ class BatchIterator(_BaseDataLoaderIter):
                 error = instead.error if isinstance(instead, Instead) else instead
                 self._count_error(error, began_ns)
             else:
-                if FAULTS is not None:
-                    FAULTS.reach("main.return")
                 self._count(began_ns)
                 self._caller = 0
                 return batch

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.faults import FAULTS
 from shmloader.memory.arena import Slot, align
 from shmloader.memory.writer import STREAM_BYTES, SlotWriter, stack_into
 
@@ -180,8 +179,6 @@ def _write(sources: list[Any], slot: Slot, joints: list[_Joint]) -> None:
                 columns = [map(torch.as_tensor, column) for column in columns]
             values = columns[0] if len(columns) == 1 else [*chain.from_iterable(columns)]
             _write_tensors(values, field_tensor(slot, field))
-        if FAULTS is not None:
-            FAULTS.reach("worker.write")
 
 
 def _write_tensors(values: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -30,7 +30,6 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import SharedMemoryError
-from shmloader.faults import FAULTS
 from shmloader.grammar import size
 from shmloader.memory.arena import ALIGNMENT, EXCESS_BYTES, Arena, Slot, has_excess
 from shmloader.memory.compiled import copy_rows as _copy_rows
@@ -193,8 +192,6 @@ class SlotWriter:
     def put(self, source: int | bytes, nbytes: int) -> int:
         """Copy bytes, or those at an address of this process, to the slot; return their offset."""
         offset = self.allocate(nbytes)
-        if FAULTS is not None:
-            FAULTS.reach("worker.write")
         ctypes.memmove(self.slot.address + offset, source, nbytes)
         return offset
 

@@ -32,7 +32,6 @@ from shmloader import messages
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.errors import ClosedLoaderError, InternalError, SharedMemoryError
-from shmloader.faults import FAULTS
 from shmloader.grammar import size
 from shmloader.insight.measurements import Readings, Usage, usage_of
 from shmloader.interruptions import SIGNAL_S, is_interruption, uninterruptible
@@ -218,8 +217,6 @@ class ProcessPool:
                 self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
         elif not self.queue.send(data):
             self._poll.register(self.queue.channel, select.POLLOUT)
-        if FAULTS is not None:
-            FAULTS.reach("main.dispatch")
         return None
 
     def _spill(self, ticket: Any, body: bytes) -> bytes:
@@ -470,8 +467,6 @@ class ProcessPool:
         self.recall()  # a worker that is busy begins no further task
         for worker in self.handles:
             worker.hang_up()
-        if FAULTS is not None:
-            FAULTS.reach("main.close")
         end_all(self.handles, grace_s)
         self._close_rest()
 
@@ -516,6 +511,4 @@ def _end_at_exit(reference: "weakref.ref[ProcessPool]") -> None:
     group = reference()
     if group is not None:
         group._is_exiting = True
-        if FAULTS is not None:
-            FAULTS.reach("main.exit")
         group.end_workers()

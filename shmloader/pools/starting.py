@@ -21,7 +21,6 @@ import torch
 
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
-from shmloader.faults import FAULTS
 from shmloader.memory.arena import Arena
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.forking import (
@@ -181,8 +180,6 @@ class OwnWorkers:
                 if reports:
                     torch.default_generator.get_state()  # waits while it is locked
                 process.start()
-            if FAULTS is not None:
-                FAULTS.reach("main.start")
             ours.setblocking(False)
             return WorkerHandle(ours, process)
         except BaseException:

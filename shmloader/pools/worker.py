@@ -38,7 +38,6 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import ForkedPayload, receive_payload
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.errors import InternalError
-from shmloader.faults import FAULTS
 from shmloader.host import peer_of
 from shmloader.memory.writer import install
 from shmloader.pools.batch_server import BatchServer, TaskConfig
@@ -99,9 +98,6 @@ def worker_main(
     # unfreezing there would also unfreeze what the user, or Python 3.12, has frozen.
     gc.freeze()
     ignore_sigint()
-    if FAULTS is not None:
-        FAULTS.worker_id = start.worker_id
-        FAULTS.reach("worker.start")
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     start.parent_death.hold()
     worker = _Worker(start, channel)  # before what this process has inherited is closed
@@ -203,8 +199,6 @@ class _Client:
             line.set(Phase.GETTING_READY)
             dataset.get_ready(task.dataset_epoch)
         line.set(Phase.LOADING, task.epoch, task.seq)
-        if FAULTS is not None:
-            FAULTS.reach("worker.task")
         if dataset.has_ended:
             self._send(messages.pack(messages.StreamEnded(task.seq, task.epoch)))
         else:
@@ -213,15 +207,11 @@ class _Client:
     def _send(self, answer: bytes) -> None:
         if os.getpid() != self.server.writer.pid:
             os._exit(1)
-        if FAULTS is not None:
-            FAULTS.reach("worker.answer")
         if len(answer) <= messages.INLINE_BYTES:
             self.channel.send(answer)
         else:
             for piece in messages.pieces(answer):
                 self.channel.send(piece)
-        if FAULTS is not None:
-            FAULTS.reach("worker.answered")
 
     def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
@@ -262,8 +252,6 @@ class _Worker:
         while True:
             if os.getpid() != pid:
                 os._exit(1)
-            if FAULTS is not None:
-                FAULTS.reach("worker.idle")
             found = self._look()
             if (found is None or self._is_shared) and not self._wait(is_idle=found is None):
                 return
@@ -275,8 +263,6 @@ class _Worker:
             elif self._is_shared:
                 self._drop(client)
             else:
-                if FAULTS is not None:
-                    FAULTS.reach("worker.stop")
                 return
 
     def _look(self) -> tuple[_Client, bytes] | None:

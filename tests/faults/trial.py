@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from tests.faults import actions, hammered
+from tests.faults import actions, hammered, points
 from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Place, cell_of
 from tests.faults.hammered import make_sample
+from tests.faults.points import reach
 from tests.holdings import Holdings
 
 # Seconds within which a death must be told, close() must return, and nothing may be left.
@@ -47,15 +48,9 @@ def dump_stacks_on_signal() -> None:
         faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
-if __name__ == "__mp_main__":  # a worker that was spawned
+if __name__ == "__mp_main__":  # a worker that was spawned, or what forks workers
     dump_stacks_on_signal()
-
-
-def _reach(point: str) -> None:
-    from shmloader.faults import FAULTS
-
-    if FAULTS is not None:
-        FAULTS.reach(point)
+    points.install()
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -77,7 +72,7 @@ class Numbers(torch.utils.data.Dataset):
         return BATCHES * BATCH_SIZE
 
     def __getitem__(self, index: int) -> Any:
-        _reach("worker.getitem")
+        reach("worker.getitem")
         info = torch.utils.data.get_worker_info()
         if self.is_late or (self.is_late_in_0 and info is not None and info.id == 0):
             actions.await_taken()
@@ -88,13 +83,13 @@ class Numbers(torch.utils.data.Dataset):
 
 def collate(samples: list[Any]) -> Any:
     """Reach the point, then collate as torch does."""
-    _reach("worker.collate")
+    reach("worker.collate")
     return torch.utils.data.default_collate(samples)
 
 
 def init(worker_id: int) -> None:
     """Reach the point, and do nothing else."""
-    _reach("worker.init")
+    reach("worker.init")
 
 
 def hash_of(batch: Any) -> str:
@@ -133,6 +128,7 @@ def simulate_pinning() -> None:
             torch.set_num_threads(1)
 
         def run(self, batch: Any) -> Any:
+            reach("main.stage")
             return [copy_slowly(part) for part in batch]
 
     torch.accelerator.is_available = lambda: True
@@ -367,7 +363,7 @@ class Trial:
         number = self._hashes.get(hash_of(batch))
         self._check(number is not None, f"a wrong batch came after {delivered}")
         delivered.append(-1 if number is None else number)
-        _reach("main.consume")
+        reach("main.consume")
         if actions.consumer["keeps"]:
             self._kept.append((batch, number))
         if actions.consumer["slow"]:
@@ -394,7 +390,7 @@ class Trial:
         iterator = self._iterate()
         while self._next(iterator, self._delivered):
             if between:
-                _reach(between)
+                reach(between)
 
     def _first_batches(self) -> Any:
         iterator = self._iterate()
@@ -445,7 +441,7 @@ class Trial:
         iterator.itself = iterator  # a cycle: only the garbage collector ends it
         del iterator
         with self._recording():
-            self._call(_reach, "main.abandoned")
+            self._call(reach, "main.abandoned")
         gc.enable()
         gc.collect()
 
@@ -461,7 +457,7 @@ class Trial:
         except LookupError as error:
             held: Any = error
         with self._recording():
-            self._call(_reach, "main.held")
+            self._call(reach, "main.held")
         del held
         gc.collect()
 
@@ -694,7 +690,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def run_cell(cell: Cell) -> None:
-    """Run a trial. ``SHMLOADER_FAULT`` is set here: shmloader reads it when it is imported."""
+    """Run a trial. ``SHMLOADER_FAULT`` is set here: workers that are spawned read it."""
     os.environ["SHMLOADER_FAULT"] = cell.variable
     os.environ[actions.MAIN_PID] = str(os.getpid())
     # A program that is started in the background inherits that SIGINT is ignored.
@@ -704,6 +700,7 @@ def run_cell(cell: Cell) -> None:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     dump_stacks_on_signal()
+    points.install()
     trial = Trial(cell)
     trial.run()
     print(trial.report(), flush=True)
