@@ -1,7 +1,9 @@
-"""Methods of streams: packs, lengths, random numbers, warnings and bad input."""
+"""Methods of streams: packs, lengths, random numbers, warnings, bad input, and any chain."""
 
 import json
+import pickle
 import warnings
+from collections.abc import Callable
 from itertools import count as counting
 from typing import Any, Literal
 
@@ -9,11 +11,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import Shards, Stream, mix
-from tests.streams.made_streams import MadeFormat, batches_of, paths, plain, reader_of, rest_of
+from shmloader.streams.stages import Guard, Run
+from tests.streams.made_streams import (
+    MadeFormat,
+    batches_of,
+    groups,
+    is_wanted,
+    paths,
+    plain,
+    reader_of,
+    rest_of,
+    streams,
+)
 
 
 class Lengths(MadeFormat):
@@ -295,3 +310,95 @@ def test_a_stream_is_not_changed_by_its_methods() -> None:
     stream.map(len).shuffle(3).batch(2)
     assert not stream.is_batched
     assert len(batches_of(stream, 0)) == 9
+
+
+# Chains: they go on exactly from any of their positions ----------------------------------------
+
+READERS = 2
+MOST = 60
+
+
+def shards_of(name: str = "a") -> Stream:
+    return Shards(paths(name, [19, 14, 0, 17, 18, 21], [3]), MadeFormat(), seed=1, readers=READERS)
+
+
+EACH: dict[str, Callable[[], Stream]] = {
+    "windows": lambda: shards_of().shuffle(7).batch(3),
+    "rolling": lambda: shards_of().shuffle(7, rolling=True).batch(3),
+    "take": lambda: shards_of().take(40).batch(3),
+    "skip": lambda: shards_of().skip(6).batch(3),
+    "repeat": lambda: shards_of().shuffle(5).repeat().take(150).batch(3),
+    "filter": lambda: shards_of().filter(is_wanted).shuffle(4).batch(3),
+    "pack": lambda: shards_of().pack(14, window=6, collate=list),
+    "mix": lambda: mix({shards_of(): 2, shards_of("b"): 1}, stop="all").shuffle(5).batch(3),
+    "tokens": lambda: mix({shards_of(): 2, shards_of("b"): 1}, by="tokens").batch(3),
+    "number": lambda: mix({shards_of(): 2, shards_of("b").shuffle(3): 1}, stop=90).batch(4),
+}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_stage_goes_on_from_every_position(name: str) -> None:
+    stream = EACH[name]()
+    for reader in range(READERS):
+        whole = batches_of(stream, reader, MOST)
+        assert len(whole) > 3
+        for at in range(1, len(whole)):
+            rest = [batch for batch, _ in whole[at:]]
+            assert rest_of(stream, reader, at, whole[at - 1][1], at, len(rest) + 1) == rest
+
+
+slow_data = settings(
+    max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@slow_data
+@given(streams(READERS), groups(), st.integers(0, READERS - 1), st.data())
+def test_a_reader_goes_on_from_any_position_to_any_batch(
+    stream: Stream, group: Any, reader: int, data: st.DataObject
+) -> None:
+    stream = group(stream)
+    whole = batches_of(stream, reader, MOST)
+    batches = [batch for batch, _ in whole]
+    at = data.draw(st.integers(0, len(whole)), "position")
+    first = data.draw(st.integers(at, len(whole)), "batch")
+    state = whole[at - 1][1] if at else None
+    rest = rest_of(stream, reader, at, state, first, MOST - first)
+    assert rest == batches[first:]
+
+
+@slow_data
+@given(streams(READERS), st.integers(0, READERS - 1), st.data())
+def test_a_stage_finds_its_records_again(stream: Stream, reader: int, data: st.DataObject) -> None:
+    def begin() -> Any:
+        return stream.stage(Run(reader, READERS, 0, Guard()))
+
+    stage = begin()
+    items = [item for item, _ in zip(stage, range(MOST), strict=False)]
+    keys = data.draw(st.permutations(list(dict.fromkeys(key for key, _ in items))))
+    found = dict(begin().again(keys))
+    expected = dict(plain(items))
+    assert {key: plain([(key, one)])[0][1] for key, one in found.items()} == expected
+
+
+@slow_data
+@given(streams(READERS), groups())
+def test_a_stream_goes_through_pickle(stream: Stream, group: Any) -> None:
+    stream = group(stream)
+    other = pickle.loads(pickle.dumps(stream))
+    assert batches_of(other, 1, MOST) == batches_of(stream, 1, MOST)
+    assert other.facts() == stream.facts()
+
+
+@slow_data
+@given(streams(READERS), groups())
+def test_a_length_is_right_where_it_is_known(stream: Stream, group: Any) -> None:
+    stream = group(stream)
+    try:
+        counts = stream.batch_counts(0)
+    except TypeError:
+        return
+    for reader, count in enumerate(counts):
+        made = len(batches_of(stream, reader, 10_000))
+        # A mix that repeats its streams ends early only if none of them has records.
+        assert made == count or ("stop=40" in stream.facts() and made < count)

@@ -193,12 +193,3 @@ def test_a_shard_that_shrinks_while_it_is_read_is_named_with_the_record(tmp_path
     with pytest.raises(ShardError, match=r"it ends at byte 2000000") as info:
         list(records)
     assert info.value.record == 2
-
-
-def test_pairs_of_a_dataset_written_by_webdataset_are_read(tmp_path):
-    path = str(tmp_path / "a.tar")
-    with wds.TarWriter(path) as writer:
-        for number in range(20):
-            writer.write({"__key__": f"{number:05}", "jpg": bytes(number), "json": {"id": number}})
-    assert list(open_tar(path)) == by_webdataset(path)
-    assert open_tar.count(path) == 20

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from shmloader.collate import Pack, Pad, sequences
 from tests.parity.compare import assert_same
-from tests.unit.collate.support import BATCHES
 
 copy = sequences._copy_sequences
 pytestmark = pytest.mark.skipif(copy is None, reason="the compiled part is not built")
+
+
+BATCHES = st.lists(st.lists(st.integers(0, 99), max_size=120), min_size=1, max_size=6)
 
 
 class Number(int):

@@ -47,19 +47,6 @@ class Most:
             self.inside -= 1
 
 
-class Squares:
-    """A source that can be iterated again, and counts what it gives."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.drawn = 0
-
-    def __iter__(self) -> Any:
-        for number in range(self.length):
-            self.drawn += 1
-            yield number * number
-
-
 def chain(source: Iterable[Any], *ops: Callable[[Any], Any], sink: int = 3, **options) -> Pipeline:
     """A pipeline of ops, one at a time each."""
     builder = PipelineBuilder().add_source(source)
