@@ -13,10 +13,7 @@ from shmloader.batch.collator import Timer, bytes_of
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.sampling.indices import PositionedIndices
-
-
-def make_fetcher(config, dataset, collate, on_error="raise"):
-    return BatchMaker(config, dataset, collate, on_error, where="somewhere", timer=Timer()).fetcher
+from tests.process.support import Bad
 
 
 def test_bytes_of_a_batch_are_those_of_tensors_and_arrays_in_containers():
@@ -40,22 +37,17 @@ def test_bytes_of_a_batch_of_many_objects_are_not_looked_for_everywhere():
     assert len(looked) < 2_000
 
 
-class Bad(LookupError):  # noqa: N818 - as users name theirs
-    """The datasets below raise this."""
-
-
 class Keyed:
     """Returns ``[key]``, and raises for bad keys."""
 
-    def __init__(self, *bad, error=Bad):
+    def __init__(self, *bad):
         self.bad = bad
-        self.error = error
         self.asked = []
 
     def __getitem__(self, key):
         self.asked.append(key)
         if key in self.bad:
-            raise self.error(f"no {key}")
+            raise Bad(f"no {key}")
         return [key]
 
 
@@ -66,9 +58,11 @@ class Listed(Keyed):
         return [self[key] for key in keys]
 
 
-def tolerant(dataset, on_error="skip", *, auto_collation=True, keep_size=False, collate=list):
-    plan = FetchConfig(False, auto_collation, False, keep_size)
-    return make_fetcher(plan, dataset, collate, on_error)
+def tolerant(dataset, *, keep_size=False, collate=list):
+    config = FetchConfig(
+        is_iterable=False, auto_collation=True, drop_last=False, keep_size=keep_size
+    )
+    return BatchMaker(config, dataset, collate, "skip", where="somewhere", timer=Timer()).fetcher
 
 
 def counts(fetcher):
@@ -116,7 +110,7 @@ def test_a_batch_that_fails_only_as_a_whole_is_complete_at_the_second_try():
                 raise Bad("too many at once")
             return super().__getitems__(keys)
 
-    fetcher = tolerant(Flaky(), "skip")
+    fetcher = tolerant(Flaky())
     assert fetcher.fetch([1, 2]) == [[1], [2]]
     assert counts(fetcher) == (2, [])
 

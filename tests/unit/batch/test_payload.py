@@ -9,7 +9,6 @@ import resource
 import socket
 import sys
 import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import cloudpickle
@@ -23,7 +22,15 @@ from shmloader.batch.payload import Payload, receive_payload
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.memory.segment import find_segment
 from tests.parity.compare import assert_same
-from tests.unit.pools.sending import sent
+
+
+def sent(payload):
+    """Return the payload as it arrives at a worker that is already running, not loaded yet."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for data, numbers in payload.messages():
+            socket.send_fds(ours, [data], numbers)
+        return receive_payload(theirs)
 
 
 def descriptors() -> set[str]:
@@ -92,31 +99,24 @@ def test_an_error_of_the_user_s_own_reduce_passes_through():
 
 
 def test_more_descriptors_than_one_message_takes_come_in_their_order():
-    pipes = [os.pipe() for _ in range(200)]
-    try:
-        ends = [Connection(os.dup(read), writable=False) for read, _ in pipes]
-        ends += [Connection(os.dup(write), readable=False) for _, write in pipes]
-        payload = Payload((ends, ends[7]))
-        found, seventh = sent(payload).load()
-        payload.close()
-        assert seventh is found[7]
-        for number in (0, 7, 199):
-            found[200 + number].send_bytes(b"%d" % number)
-            assert found[number].recv_bytes() == b"%d" % number
-            assert found[number].fileno() != ends[number].fileno()
-        for end in (*ends, *found):
-            end.close()
-    finally:
-        for pipe in pipes:
-            for end in pipe:
-                os.close(end)
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(200)]
+    ends = [*(reading for reading, _ in pipes), *(writing for _, writing in pipes)]
+    payload = Payload((ends, ends[7]))
+    found, seventh = sent(payload).load()
+    payload.close()
+    assert seventh is found[7]
+    for number in (0, 7, 199):
+        found[200 + number].send_bytes(b"%d" % number)
+        assert found[number].recv_bytes() == b"%d" % number
+        assert found[number].fileno() != ends[number].fileno()
+    for end in (*ends, *found):
+        end.close()
 
 
 @pytest.mark.parametrize("count", [0, 30, 300])
 def test_a_worker_without_enough_descriptors_raises_and_can_continue(count):
     """No message or descriptor is left in its channel."""
-    pipe = os.pipe()
-    ends = [Connection(os.dup(pipe[0]), writable=False) for _ in range(count)]
+    ends = [end for _ in range(count // 2) for end in multiprocessing.Pipe(duplex=False)]
     payload = Payload(ends)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -133,9 +133,7 @@ def test_a_worker_without_enough_descriptors_raises_and_can_continue(count):
                 os.close(spare.pop())
             with pytest.raises(OSError, match="ulimit -n"):
                 receive_payload(theirs)
-            with contextlib.ExitStack() as stack:  # as many as there were
-                for _ in range(min(count, 20)):
-                    stack.callback(os.close, os.dup(0))
+            spare += [os.dup(0) for _ in range(min(count, 20))]  # as many as there were
             with pytest.raises(BlockingIOError):
                 theirs.recv(1, socket.MSG_DONTWAIT)
         finally:
@@ -145,8 +143,6 @@ def test_a_worker_without_enough_descriptors_raises_and_can_continue(count):
     payload.close()
     for end in ends:
         end.close()
-    for end in pipe:
-        os.close(end)
 
 
 def test_a_worker_whose_loader_is_closed_does_not_wait_for_a_payload():

@@ -53,18 +53,18 @@ class Stream(IterableDataset):
         return (draws() for _ in range(self.length))
 
 
-def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
+def fetcher_of(streams, dataset, collate_fn=list):
     is_stream = isinstance(dataset, IterableDataset)
-    plan = plan or FetchConfig(is_stream, True, False)
-    collate = Collator(collate_fn, Timer(), takes_list=plan.auto_collation, rng=streams)
+    config = FetchConfig(is_stream, auto_collation=True, drop_last=False)
+    collate = Collator(collate_fn, Timer(), takes_list=True, rng=streams)
     if is_stream:
-        return StreamFetcher(plan, dataset, collate, streams)
-    return MapFetcher(plan, dataset, collate, rng=streams, **options)
+        return StreamFetcher(config, dataset, collate, streams)
+    return MapFetcher(config, dataset, collate, rng=streams)
 
 
-def load(placed, dataset=None, seed=7, collate_fn=list, **options):
+def load(placed, dataset=None, seed=7, collate_fn=list):
     streams = SampleRng(seed, is_iterable=isinstance(dataset, IterableDataset))
-    fetcher = fetcher_of(streams, dataset or Drawing(), collate_fn, **options)
+    fetcher = fetcher_of(streams, dataset or Drawing(), collate_fn)
     with streams.at(placed) as indices:
         return fetcher.fetch(indices)
 

@@ -5,13 +5,13 @@ import contextvars
 import functools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import SampleTimeoutError
-from tests.process.support import wait_until
 
 
 class Shown:
@@ -80,39 +80,25 @@ def test_what_a_resumed_stream_reads_again_has_numbers_of_its_own():
 
 def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_shown():
     watch, shown = watch_of()
-    both_begun, first_may_end, second_may_end = (threading.Event() for _ in range(3))
+    begun, may_end = ([threading.Event(), threading.Event()] for _ in range(2))
 
     def get(index):
-        if index == 0:
-            assert both_begun.wait(10)
-            assert first_may_end.wait(10)
-        else:
-            both_begun.set()
-            assert second_may_end.wait(10)
+        begun[index].set()
+        assert may_end[index].wait(10)
         return index
 
-    found = []
-
-    def load(index: int) -> None:
-        context = contextvars.copy_context()
-        context.run(watch.begin_sample)
-        thread = threading.Thread(target=lambda: found.append(context.run(watch.load, get, index)))
-        thread.start()
-        threads.append(thread)
-
-    threads: list[threading.Thread] = []
-    load(0)
-    wait_until(lambda: 0 in watch._deadlines)
-    load(1)
-    assert both_begun.wait(10)
-    assert shown.numbers[-1] == 0
-    first_may_end.set()
-    threads[0].join(10)
-    assert shown.numbers[-1] == 1
-    second_may_end.set()
-    threads[1].join(10)
+    with ThreadPoolExecutor(2) as executor:
+        loads = []
+        for index in range(2):
+            context = contextvars.copy_context()
+            context.run(watch.begin_sample)
+            loads.append(executor.submit(context.run, watch.load, get, index))
+            assert begun[index].wait(10)
+        for index in range(2):
+            assert shown.numbers[-1] == index
+            may_end[index].set()
+            assert loads[index].result(10) == index
     assert shown.numbers[-1] == NO_SAMPLE
-    assert found == [0, 1]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -135,12 +135,6 @@ def test_what_a_worker_is_at(at_work, ticket, text):
     assert describe_work(3, 812, at_work, ticket) == text
 
 
-def test_a_death_says_why_the_worker_was_not_replaced():
-    death = Death(812, -9)
-    text = describe_death(3, death, None, restart_limit=2)
-    assert "No restart is left in this epoch (worker_restarts=2)." in text
-
-
 @pytest.mark.parametrize(("unfinished", "again"), [([5, 7], "5, 7"), ([], "none")])
 def test_a_restart_says_why_and_what_is_loaded_again(unfinished, again):
     end = f"Worker 1 is replaced. Batches loaded again: {again}."

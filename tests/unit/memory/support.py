@@ -131,8 +131,25 @@ def assert_storages_are_aligned(batch) -> None:
             assert tensor.untyped_storage().data_ptr() % 16 == 0, "the widest elements need it"
 
 
+def resident_bytes(arena: Arena) -> int:
+    return os.fstat(arena.fileno()).st_blocks * 512
+
+
 def names_in(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
+
+
+def exit_code_of_a_child(work: Callable[[], object]) -> int:
+    """The exit code of a forked child that calls ``work``: 0 if that returns, 2 if it raises."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def in_a_child(work: Callable[[], str]) -> str:

@@ -1,43 +1,46 @@
-"""The arena: no name, no fixed cost, sealed, safe to close under views; files of segments."""
+"""The arena and leases: no name, no fixed cost, sealed, safe under views and forks; segments."""
 
+import collections
 import ctypes
 import errno
 import gc
 import os
-import pickle
 import resource
 from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import arena as arena_module
-from shmloader.memory.arena import Arena, populate
+from shmloader.memory.arena import Arena, Slot, populate
 from shmloader.memory.segment import SegmentWriter
 from shmloader.pools.starting import close_inherited
 from tests.process.bytecodes import KINDS, interrupt
 from tests.process.support import descriptor_count
-from tests.unit.memory.support import MIB, in_a_child, names_in
+from tests.unit.memory.support import (
+    MIB,
+    exit_code_of_a_child,
+    in_a_child,
+    names_in,
+    resident_bytes,
+)
 
 
 @pytest.fixture
 def arena():
-    """Two slots, of which the first is mapped as far as it goes."""
+    """Two slots, of which the second is mapped as far as it goes."""
     arena = Arena.create(8 * MIB, 2)
-    arena.reach(arena.slots[0], 8 * MIB)
+    arena.reach(arena.slots[1], 8 * MIB)
     yield arena
     arena.close()
 
 
 @pytest.fixture
 def slot(arena):
-    return arena.slots[0]
-
-
-def resident_bytes(arena: Arena) -> int:
-    return os.fstat(arena.fileno()).st_blocks * 512
+    return arena.slots[1]
 
 
 def is_mapped(inode: int) -> bool:
@@ -73,7 +76,7 @@ def test_the_length_of_an_arena_cannot_be_changed(arena, nbytes):
 
 
 def test_what_is_given_back_reads_as_zeros_and_takes_no_memory(arena, slot):
-    other = arena.slots[1]
+    other = arena.slots[0]
     arena.reach(other, MIB)
     slot.memory[: 4 * MIB] = b"x" * (4 * MIB)
     other.memory[:PAGESIZE] = b"y" * PAGESIZE
@@ -114,27 +117,6 @@ def test_an_arena_closed_under_a_view_lives_as_long_as_the_view(arena, slot, vie
     assert is_mapped(inode)
     del view
     assert not is_mapped(inode)
-
-
-class Handle:
-    """Stands for a descriptor on its way to a process that is being started."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def detach(self) -> int:
-        return os.dup(self.fd)
-
-
-def test_a_process_that_is_being_started_gets_the_same_arena(arena, slot, monkeypatch):
-    monkeypatch.setattr("multiprocessing.reduction.DupFd", Handle)
-    slot.memory[:5] = b"hello"
-    other = pickle.loads(pickle.dumps(arena))
-    assert (other.slot_bytes, len(other.slots)) == (8 * MIB, 2)
-    other.reach(other.slots[0], 5)
-    assert other.slots[0].memory[:5] == b"hello"
-    assert not os.get_inheritable(other.fileno())
-    other.close()
 
 
 def test_a_forked_worker_closes_the_arenas_that_are_not_its_own(arena, slot):
@@ -312,3 +294,118 @@ def test_a_segment_whose_beginning_is_interrupted_leaves_no_file_open(monkeypatc
     del caught
     gc.collect()
     assert descriptor_count() == before
+
+
+class Book:
+    """The leases that have ended."""
+
+    def __init__(self) -> None:
+        self.ended = collections.deque()
+
+    def open(self, slot: Slot):
+        return slot.lend(self.ended.append)
+
+    def collect(self) -> list[int]:
+        ended = [lease.slot_id for lease in self.ended]
+        self.ended.clear()
+        return ended
+
+
+@pytest.fixture
+def book():
+    return Book()
+
+
+def lend(book: Book, slot: Slot) -> torch.Tensor:
+    """A tensor of 1000 ones over a lent slot."""
+    slot.touched_bytes = 4000
+    tensor = torch.frombuffer(book.open(slot), dtype=torch.float32, count=1000)
+    return tensor.fill_(1)
+
+
+def saved_for_backward(tensor: torch.Tensor) -> torch.Tensor:
+    weight = torch.ones(1000, requires_grad=True)
+    return (weight * tensor).sum()
+
+
+HOLDERS = {
+    "the tensor": lambda t: t,
+    "a slice": lambda t: t[10:20],
+    "one element": lambda t: t[3],
+    "a reshaped view": lambda t: t.view(10, 100),
+    "another dtype": lambda t: t.view(torch.int32),
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "the storage": lambda t: t.untyped_storage(),
+    "numpy": lambda t: t.numpy(),
+    "a view of numpy": lambda t: t.numpy()[::3],
+    "a view of a view of numpy": lambda t: t.numpy()[::3].reshape(-1, 2)[1:].T,
+    "numpy and back": lambda t: torch.from_numpy(t.numpy()[5:]),
+    "a memoryview of numpy": lambda t: memoryview(t.numpy()),
+    "numpy's frombuffer": lambda t: np.frombuffer(t.numpy(), np.uint8)[4:],
+    "a DLPack capsule": torch.utils.dlpack.to_dlpack,
+    "numpy by DLPack": np.from_dlpack,
+    "torch by DLPack": torch.from_dlpack,
+    "a tensor saved by autograd": saved_for_backward,
+    "a parameter": torch.nn.Parameter,
+    "a transposed view in a list": lambda t: [t.view(10, 100).T],
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
+def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hold):
+    holder = hold(lend(book, slot))
+    gc.collect()
+    assert not book.ended, "the slot came back while it can be read"
+    assert book.collect() == []
+    del holder
+    assert book.ended
+    assert book.collect() == [slot.slot_id]
+    assert not book.ended
+    assert book.collect() == [], "the slot came back twice"
+
+
+def fork_and_wait() -> None:
+    assert exit_code_of_a_child(gc.collect) == 0
+
+
+def fill_anew(arena: Arena, slot: Slot) -> None:
+    """Do as another process does that fills the slot."""
+    arena.reach(slot, 4000)
+    slot.memory[:4000] = bytes(4000)
+
+
+def test_a_slot_that_was_lent_during_a_fork_is_filled_again_beside_its_old_views(book, arena, slot):
+    tensor = lend(book, slot)
+    fork_and_wait()
+    assert slot.nbytes == 0, "its mapping is the views'"
+    tensor[0] = 7
+    fill_anew(arena, slot)
+    assert tensor[0] == 7
+    assert (tensor[1:] == 1).all()
+    assert book.collect() == []
+    del tensor
+    assert book.collect() == [slot.slot_id]
+    again = lend(book, slot)
+    assert (again == 1).all()
+
+
+def test_a_slot_whose_views_cannot_be_parted_is_not_filled_again(book, slot, monkeypatch):
+    def refuse(*_) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(arena_module, "_map_at", refuse)
+    tensor = lend(book, slot)
+    fork_and_wait()
+    assert tensor.sum() == 1000
+    del tensor
+    assert book.collect() == [], "the child may read it"
+
+
+def test_slots_that_only_a_device_reads_are_not_parted_from_their_views(book, arena, slot):
+    arena.is_read_by_device = True
+    tensor = lend(book, slot)
+    fork_and_wait()
+    assert slot.memory[:4] == memoryview(tensor.numpy()).cast("B")[:4]
+    assert slot.nbytes == 8 * MIB

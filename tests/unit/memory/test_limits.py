@@ -24,7 +24,7 @@ from shmloader.memory.limits import (
     why_unsupported,
 )
 from tests.made_up import MIB, System
-from tests.unit.memory.support import in_a_child, names_in
+from tests.unit.memory.support import in_a_child, names_in, resident_bytes
 
 GROUP = "limit of the control group"
 COMMIT = "CommitLimit, since vm.overcommit_memory = 2"
@@ -135,6 +135,8 @@ def test_in_a_container_the_mount_s_own_group_is_found(system, path):
     system.join_v2(path)
     system.group_v2("", 100 * MIB, 50 * MIB)
     assert free(system) == Free(50 * MIB, f"{GROUP} /")
+    system.write("sys/fs/cgroup/cpu.max", "250000 100000\n")
+    assert core_quota(system.root) == 2.5
 
 
 def test_this_machine_has_something_free():
@@ -150,10 +152,6 @@ def arena():
     arena.reach(arena.slots[0], 512 * MIB)
     yield arena
     arena.close()
-
-
-def resident(arena: Arena) -> int:
-    return os.fstat(arena.fileno()).st_blocks * 512
 
 
 def grow(admission: MemoryAdmission, arena: Arena, backed: int, end: int) -> int:
@@ -177,9 +175,9 @@ def make_admission(system: System, free_bytes: int, worker_count: int = 2) -> Me
 def test_what_fits_is_there_when_it_is_said_to_be(system, arena):
     admission = make_admission(system, 40 * MIB)
     assert grow(admission, arena, 0, 20 * MIB) == 20 * MIB
-    assert resident(arena) == 20 * MIB
+    assert resident_bytes(arena) == 20 * MIB
     assert grow(admission, arena, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
-    assert resident(arena) == 60 * MIB
+    assert resident_bytes(arena) == 60 * MIB
 
 
 def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, arena):
@@ -191,7 +189,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, a
         "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader uses up to 6 "
         "such slots: lower batch_size, prefetch_factor or num_workers."
     )
-    assert resident(arena) == 0
+    assert resident_bytes(arena) == 0
 
 
 def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, arena):
@@ -205,7 +203,7 @@ def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, arena):
 def test_without_any_limit_everything_may_be_taken(tmp_path, arena):
     admission = MemoryAdmission(MemoryConfig(2, 6, str(tmp_path)))
     assert grow(admission, arena, 0, 500 * MIB) == 500 * MIB
-    assert resident(arena) == 0, "the writer will"
+    assert resident_bytes(arena) == 0, "the writer will"
 
 
 def test_a_growth_that_others_come_before_is_undone_and_told(system, arena, monkeypatch):
@@ -218,7 +216,7 @@ def test_a_growth_that_others_come_before_is_undone_and_told(system, arena, monk
     with pytest.raises(SharedMemoryError, match=r"31\.5 MB more .* but 30\.4 MB is free"):
         grow(admission, arena, 2 * MIB, 32 * MIB)
     assert left == []
-    assert resident(arena) == 2 * MIB
+    assert resident_bytes(arena) == 2 * MIB
     assert bytes(arena.slots[0].memory[2 * MIB - 1 : 2 * MIB + 1]) == b"x\0"
 
 
@@ -285,12 +283,6 @@ def test_the_least_quota_on_the_way_up_counts_v2(system) -> None:
     system.write("sys/fs/cgroup/cpu.max", "50000 100000\n")
     assert core_quota(system.root) == 0.5
     assert usable_cores(system.root) == 1
-
-
-def test_the_mount_tells_the_directory_of_a_container_s_group(system) -> None:
-    system.join_v2("/docker/abc")
-    system.write("sys/fs/cgroup/cpu.max", "250000 100000\n")
-    assert core_quota(system.root) == 2.5
 
 
 def test_quotas_of_version_1(system) -> None:

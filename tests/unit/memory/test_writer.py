@@ -1,24 +1,25 @@
-"""Handing out a slot's bytes: places, limits, and who still holds them."""
+"""A slot's bytes: places, limits, who still holds them; and output of collate in the slot."""
 
 import ctypes
-import errno
-import mmap
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
+from shmloader.batch.collator import Collator, Timer
 from shmloader.errors import SharedMemoryError
-from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena
-from shmloader.memory.writer import SlotWriter
-from tests.unit.memory.support import MIB, is_in, open_bench
+from shmloader.memory.flat import FlatLayout
+from shmloader.memory.writer import SlotWriter, empty
+from tests.unit.memory.support import MIB, installed, is_in, open_bench
 
 
 @pytest.fixture
 def bench():
-    with open_bench(MIB) as bench:
+    """A slot of one MiB with a task in work, in what collate takes for a worker."""
+    with open_bench(MIB) as bench, installed(bench.writer):
         yield bench
 
 
@@ -169,23 +170,64 @@ def test_a_slot_that_is_mapped_far_beyond_its_pages_is_unmapped(growing):
     assert slot.nbytes == 0
 
 
-def test_slots_of_this_process_make_place_for_the_one_that_is_filled(arena, monkeypatch):
-    *slots, filled = arena.slots
-    for slot in slots:
-        arena.reach(slot, 64 * MIB)
-    writer = SlotWriter(arena)
-    really, refusals = arena_module.map_range, [1]
+SAMPLES = [torch.zeros(3), torch.ones(3)]
 
-    def refuse_once(*arguments):
-        if refusals:
-            refusals.pop()
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return really(*arguments)
 
-    monkeypatch.setattr(arena_module, "map_range", refuse_once)
-    lease = slots[1].lend([].append)
-    writer.open(filled)
-    writer.allocate(5000)
-    assert [slot.nbytes for slot in slots] == [0, 64 * MIB, 0]
-    assert filled.nbytes == 2 * mmap.PAGESIZE
-    del lease
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((3, None), ((2, 3), torch.int8), ([2, 3], torch.bfloat16), (torch.Size([4]), None)),
+        *(((), torch.bool), ((0, 2), None)),
+    ],
+)
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_empty_is_torch_s_empty_in_a_worker_and_outside(shape, dtype, in_worker):
+    expected = torch.empty(shape, dtype=dtype)
+    with open_bench() as bench:
+        if in_worker:
+            bench.writer.open(bench.slot, is_offered=True)
+            with installed(bench.writer):
+                tensor = empty(shape, dtype)
+        else:
+            tensor = empty(shape, dtype)
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+        assert tensor.is_contiguous()
+        assert is_in(bench.slot, tensor) == (in_worker and tensor.numel() > 0)
+
+
+def test_empty_follows_torch_s_default_dtype(bench):
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert empty(3).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_sample_that_is_yet_to_be_collated_gets_private_memory(bench):
+    assert not is_in(bench.slot, empty(3))
+    wrapped = Collator(lambda samples: empty(3), Timer(), writer=bench.writer)
+    assert is_in(bench.slot, wrapped([1, 2]))
+    assert not is_in(bench.slot, empty(3))
+
+
+def test_default_collate_takes_the_short_way_or_writes_into_the_slot(bench):
+    collate = Collator(default_collate, Timer(), writer=bench.writer)
+    assert isinstance(collate(SAMPLES), FlatLayout)
+    batch = collate([(sample, "name") for sample in SAMPLES])
+    assert is_in(bench.slot, batch[0])
+    assert batch[1] == ("name", "name")
+
+
+def test_outside_the_collate_function_default_collate_leaves_the_slot_alone(bench):
+    assert not is_in(bench.slot, default_collate(SAMPLES))
+    with pytest.raises(ZeroDivisionError):
+        Collator(lambda samples: 1 / 0, Timer(), writer=bench.writer)(SAMPLES)
+    assert not is_in(bench.slot, default_collate(SAMPLES)), "a failed collate still runs"
+
+
+def test_what_exceeds_the_share_is_collated_elsewhere():
+    with open_bench(4096) as bench, installed(writer := SlotWriter(bench.arena)):
+        writer.open(bench.slot, is_offered=True)
+        batch = default_collate([torch.zeros(1000), torch.ones(1000)])
+        assert batch.shape == (2, 1000)
+        assert not is_in(bench.slot, batch)

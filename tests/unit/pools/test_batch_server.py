@@ -1,7 +1,6 @@
 """How a worker makes the batch of a task, and its answer, without a process or a socket."""
 
 import functools
-import os
 import pickle
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from shmloader.memory.arena import Arena
 from shmloader.messages import DONE, DONE_HEAD, Answered, Task, unpack  # fmt: skip
 from shmloader.pools.answers import Answer
 from shmloader.pools.batch_server import BatchServer, TaskConfig
-from tests.unit.memory.support import MIB
+from tests.unit.memory.support import MIB, exit_code_of_a_child
 
 
 class Fetcher:
@@ -102,19 +101,6 @@ def test_code_that_has_kept_memory_of_a_slot_is_offered_none(make_bench):
     assert offers == [True, True, False, False]
 
 
-def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
-    bench = make_bench()
-
-    def fill_and_fail():
-        bench.server.writer.allocate(100_000)
-        raise ValueError("long " * 50_000)
-
-    answer = bench.serve(fill_and_fail)
-    assert answer.touched_bytes == 100_032
-    assert len(str(answer.answer.error.rebuilt("note"))) > 250_000
-    assert bench.serve(ValueError("short")).touched_bytes == 0
-
-
 @pytest.mark.parametrize(
     "write",
     [
@@ -124,13 +110,7 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
 )
 def test_a_child_ends_before_it_writes_a_batch_or_a_state(make_bench, write):
     bench = make_bench()
-    child = os.fork()
-    if child == 0:
-        try:
-            write(bench)
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert exit_code_of_a_child(lambda: write(bench)) == 1
 
 
 class Stateful:

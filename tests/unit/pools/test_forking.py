@@ -14,6 +14,7 @@ import pytest
 from shmloader.pools.forking import Descriptors, ParentDeathPipe, sigint_blocked
 from shmloader.pools.handle import WorkerHandle, end_unused
 from shmloader.pools.status_page import StatusPage
+from tests.unit.memory.support import exit_code_of_a_child
 
 
 @pytest.mark.parametrize("was_blocked", [False, True])
@@ -32,11 +33,7 @@ def test_ctrl_c_is_blocked_after_a_start_only_if_it_was_before(was_blocked: bool
 def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
     parent_death = ParentDeathPipe()
     parent_death.write.close_all()
-    pid = os.fork()
-    if pid == 0:
-        parent_death.hold()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert exit_code_of_a_child(parent_death.hold) == 1
     parent_death.close()
 
 
@@ -104,14 +101,7 @@ def test_a_child_forked_within_close_closes_nothing_twice(make, monkeypatch):
         # os.close lets other threads run, and one of them forks a worker.
         os.close(fd)
         monkeypatch.undo()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                owner.close()
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        codes.append(exit_code_of_a_child(owner.close))
 
     monkeypatch.setattr(Descriptors.close_all, "__defaults__", (close_and_fork,))
     owner.close()

@@ -19,8 +19,7 @@ from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.task_queue import TaskQueue
-
-MIB = 1 << 20
+from tests.unit.memory.support import MIB, exit_code_of_a_child, resident_bytes
 
 
 class Admission:
@@ -55,10 +54,6 @@ def touched(memory: SlotMemory, slot_id: int) -> int:
     return memory.arena.slots[slot_id].touched_bytes
 
 
-def resident_bytes(memory: SlotMemory) -> int:
-    return os.fstat(memory.arena.fileno()).st_blocks * 512
-
-
 def fill(memory: SlotMemory, slot_id: int, nbytes: int) -> None:
     slot = memory.grow(slot_id, nbytes)
     torch.frombuffer(slot.memory, dtype=torch.uint8, count=nbytes).fill_(1)
@@ -87,7 +82,7 @@ def test_slots_that_hold_what_batches_need_are_left_alone(memory):
     for _ in range(20):
         memory.count_batch(1, 40 * MIB)
         memory.trim([0])
-    assert resident_bytes(memory) == 40 * MIB
+    assert resident_bytes(memory.arena) == 40 * MIB
 
 
 def test_a_free_slot_far_above_recent_need_gives_its_pages_back(memory):
@@ -96,7 +91,7 @@ def test_a_free_slot_far_above_recent_need_gives_its_pages_back(memory):
     for _ in range(60):  # the one large batch is forgotten
         memory.count_batch(2, MIB)
         memory.trim([0])
-    in_slot_0 = resident_bytes(memory) - 64 * MIB  # slot 1 is not free
+    in_slot_0 = resident_bytes(memory.arena) - 64 * MIB  # slot 1 is not free
     assert in_slot_0 < 32 * MIB
     assert 0 <= in_slot_0 - touched(memory, 0) < PAGESIZE
     assert memory.counts.slot_bytes == 64 * MIB + MIB + touched(memory, 0)
@@ -116,11 +111,7 @@ def test_a_batch_that_is_kept_after_the_end_keeps_no_other_slot_s_memory(memory)
 
 def test_a_forked_child_that_closes_the_slots_takes_no_memory_from_its_parent(memory):
     fill(memory, 0, 1000)
-    pid = os.fork()
-    if pid == 0:
-        memory.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
+    assert exit_code_of_a_child(memory.close) == 0
     assert memory.mapped(0).memory[:1000] == b"\1" * 1000
 
 
@@ -233,7 +224,7 @@ def test_where_memory_is_short_a_slot_gives_its_pages_back_before_its_task():
     fill(memory, 0, 5 * MIB)
     memory.prepare(0)
     assert touched(memory, 0) == 0
-    assert resident_bytes(memory) == 6 * MIB
+    assert resident_bytes(memory.arena) == 6 * MIB
     assert memory.counts.slot_bytes == 6 * MIB
     memory.close()
 
@@ -254,5 +245,5 @@ def test_locked_memory_is_not_given_back_however_short_it_is():
     memory = make(64 * MIB, locker=Locker(), admission=admission)
     fill(memory, 0, 4 * MIB)
     memory.prepare(0)
-    assert resident_bytes(memory) == 4 * MIB
+    assert resident_bytes(memory.arena) == 4 * MIB
     memory.close()

@@ -1,39 +1,42 @@
 """What a worker writes on the status page reaches the main process, whatever it is doing."""
 
+import contextlib
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.pools.status_page import Phase, StatusPage
 from tests.process.support import descriptor_count
+from tests.unit.memory.support import exit_code_of_a_child
 
 
-class Child:
-    """A forked process with a line on the status page, which does something until it is killed."""
-
-    def __init__(self, status_page: StatusPage, worker_id: int, work) -> None:
-        ready, tell = os.pipe()
-        status_page.clear(worker_id)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                line = status_page.open_line(worker_id)
-                line.set(Phase.LOADING, 2, 41)
-                work(tell)
-            finally:
-                os._exit(0)
+@contextlib.contextmanager
+def child_at(work: Callable[[int], None], status_page: StatusPage) -> Iterator[int]:
+    """A forked process with the first line of the page, which does this until it is killed."""
+    ready, tell = os.pipe()
+    status_page.clear(0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            line = status_page.open_line(0)
+            line.set(Phase.LOADING, 2, 41)
+            work(tell)
+        finally:
+            os._exit(0)
+    try:
         os.close(tell)
         assert os.read(ready, 1) == b"x"
         os.close(ready)
-
-    def end(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.fixture
@@ -62,15 +65,13 @@ def keeps_the_interpreter(tell: int) -> None:
     sum(range(10**12))  # one call, which lets no other thread in; a sleep would end with a signal
 
 
-def test_a_late_stack_of_another_worker_is_not_taken_for_this_one_s(status_page):
-    child = Child(status_page, 0, sleeps_here)
-    try:
+def test_a_stack_is_not_a_late_one_of_another_worker_nor_one_of_a_worker_that_is_gone(status_page):
+    with child_at(sleeps_here, status_page) as pid:
         os.write(status_page._write[0], b"Stack (most recent call first):\n  STALE\n")
-        stack = status_page.ask(0, child.pid).stack
-        assert "STALE" not in stack
-        assert re.match(r'  File ".*", line \d+ in sleeps_here\n', stack)
-    finally:
-        child.end()
+        stack = status_page.ask(0, pid).stack
+    assert "STALE" not in stack
+    assert re.match(r'  File ".*", line \d+ in sleeps_here\n', stack)
+    assert status_page.ask(0, pid).stack == "", "it is gone"
 
 
 def test_the_stack_is_that_of_the_thread_that_works(status_page):
@@ -80,13 +81,10 @@ def test_the_stack_is_that_of_the_thread_that_works(status_page):
         os.read(ready, 1)
         keeps_the_interpreter(tell)
 
-    child = Child(status_page, 0, work)
-    try:
-        stack = status_page.ask(0, child.pid).stack
-        assert "in keeps_the_interpreter" in stack
-        assert "sleeps_here" not in stack
-    finally:
-        child.end()
+    with child_at(work, status_page) as pid:
+        stack = status_page.ask(0, pid).stack
+    assert "in keeps_the_interpreter" in stack
+    assert "sleeps_here" not in stack
 
 
 def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
@@ -104,21 +102,14 @@ def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
     os.close(writing)
 
 
-def test_a_worker_that_is_gone_has_no_stack(status_page):
-    child = Child(status_page, 0, sleeps_here)
-    child.end()
-    assert status_page.ask(0, child.pid).stack == ""
-
-
 @pytest.mark.parametrize(("deadline_ns", "sample"), [(0, NO_SAMPLE), (1, 5)])
 def test_a_sample_whose_deadline_is_still_to_be_written_is_not_late(
     status_page, deadline_ns, sample
 ):
-    pid = os.fork()
-    if pid == 0:
+    def work() -> None:
         line = status_page.open_line(3)
         line.set(Phase.LOADING, 2, 41)
         line.set_sample(5, deadline_ns)  # the number is written first
-        os._exit(0)
-    os.waitpid(pid, 0)
+
+    assert exit_code_of_a_child(work) == 0
     assert status_page.read(3).sample == sample
