@@ -300,16 +300,3 @@ def test_a_subclass_may_decide_what_is_drawn_and_whether_it_is_batched(seed, wor
     plain = Decides(Numbers(9), batch_size=4, seed=seed, collate_fn=int)
     plain.batches, plain.drawn = False, (8, 5)
     assert [*plain] == [8, 5]
-
-
-def test_a_subclass_may_have_a_length_and_an_iterator_of_its_own():
-    class Cut(DataLoader):
-        def __len__(self) -> int:
-            return 1
-
-        def __iter__(self) -> Iterator[Any]:
-            yield from itertools.islice(super().__iter__(), len(self))
-
-    loader = Cut(Numbers(8), batch_size=2, seed=3)
-    assert values(loader) == [[0, 1]]
-    assert (len(loader), loader.epoch) == (1, 1)

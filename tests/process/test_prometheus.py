@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shmloader.integrations.prometheus as exporting
 from shmloader import DataLoader, Pipeline, PipelineBuilder, ShardedDataLoader
-from tests.process.support import Calls
+from tests.process.support import Calls, in_thread
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,14 +94,12 @@ def test_a_scrape_on_another_thread_never_sees_a_counter_go_back() -> None:
             while not is_over.is_set():
                 seen.append(scraped(registry))
 
-        thread = threading.Thread(target=scrape)
-        thread.start()
-        try:
-            for _ in range(3):
-                assert len(list(loader)) == 6
-        finally:
-            is_over.set()
-            thread.join()
+        with in_thread(scrape):
+            try:
+                for _ in range(3):
+                    assert len(list(loader)) == 6
+            finally:
+                is_over.set()
     seen.append(scraped(registry))
     assert seen[-1]["batches_total", "train"] == 18
     counters = [key for key in seen[-1] if key[0].endswith("_total")]

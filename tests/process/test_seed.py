@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import multiprocessing
-import os
 import random
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import DataLoader, ShardedDataLoader, sample_rng
-from tests.process.support import Calls, Streams, Switch, outcomes
+from tests.process.support import Calls, Deaths, Streams, outcomes
 
 LENGTH = 53
 
@@ -111,17 +110,15 @@ def test_another_seed_is_another_run(in_process) -> None:
 
 
 def test_a_batch_whose_worker_died_is_made_the_same_again(in_process) -> None:
-    alive = Switch(is_on=True)
+    deaths = Deaths({17: 1})
 
     def sample(index: int) -> Any:
         made = augmented(index)
-        if index == 17 and alive:
-            alive.turn(on=False)
-            os._exit(3)
+        deaths.come(index)
         return made
 
     assert epochs_of(loader_of(sample, num_workers=2, worker_restarts=1)) == in_process
-    assert not alive
+    assert deaths.left == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -418,18 +415,16 @@ def test_an_iterable_dataset_draws_by_worker_and_position(workers, persistent) -
 
 def test_an_iterable_dataset_s_worker_that_died_goes_on_at_its_place() -> None:
     unbroken = epochs_of(stream_of(num_workers=2), 1)
-    alive = Switch(is_on=True)
+    deaths = Deaths({11: 1})
 
     def dying(samples: Any) -> Any:
         for sample in samples:
-            if sample[0] == 11 and alive:
-                alive.turn(on=False)
-                os._exit(3)
+            deaths.come(sample[0])
             yield sample
 
     options = {"num_workers": 2, "worker_restarts": 1, "prefetch_factor": 1}
     assert epochs_of(stream_of(lambda: dying(numbered()), **options), 1) == unbroken
-    assert not alive
+    assert deaths.left == 0
 
 
 @pytest.mark.sampled(1)

@@ -114,21 +114,22 @@ def test_persistent_workers_are_the_same_over_all_epochs() -> None:
     assert total.slots.lent + total.slots.copied == 18
 
 
-def test_memory_of_live_workers_is_their_share_of_it() -> None:
-    with loader_of(num_workers=2) as loader:
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_memory_of_workers_is_known_while_they_live_and_after_a_long_epoch(
+    monkeypatch, is_persistent
+) -> None:
+    def check() -> None:
+        for worker in loader.stats().workers:
+            assert (worker.pss_bytes or 0) > 1 << 20
+            assert worker.pid not in (None, os.getpid())
+
+    with loader_of(num_workers=2, persistent_workers=is_persistent) as loader:
         batches = iter(loader)
         next(batches)
-        live = loader.stats()
-        assert all((worker.pss_bytes or 0) > 1 << 20 for worker in live.workers)
-        assert all(worker.pid and worker.pid != os.getpid() for worker in live.workers)
-
-
-@pytest.mark.parametrize("is_persistent", [False, True])
-def test_memory_of_workers_is_known_after_a_long_epoch(monkeypatch, is_persistent) -> None:
-    monkeypatch.setattr(measurements, "LONG_NS", 0)
-    with loader_of(num_workers=2, persistent_workers=is_persistent) as loader:
-        list(loader)
-        assert all((worker.pss_bytes or 0) > 1 << 20 for worker in loader.stats().workers)
+        check()
+        monkeypatch.setattr(measurements, "LONG_NS", 0)
+        list(batches)
+        check()
 
 
 def test_a_worker_that_waits_is_not_busy() -> None:

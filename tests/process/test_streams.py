@@ -1,9 +1,9 @@
 """Streams of shards in worker processes: killed workers, devices, and ranks that wait."""
 
 import contextlib
+import functools
 import os
 import signal
-import threading
 from itertools import chain
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import Shards
 from tests.late import switched_on, to_host
+from tests.process.support import in_thread
 
 SIZES = {f"shard-{number}": 3 + number * 5 % 11 for number in range(15)}
 
@@ -68,10 +69,8 @@ def test_a_rank_waits_for_a_late_rank():
     def iterate(rank):
         found[rank] = [batch.tolist() for batch in rank_of(rank, 3, store, timeout=0)]
 
-    threads = [threading.Thread(target=iterate, args=[rank]) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with contextlib.ExitStack() as stack:
+        for rank in range(3):
+            stack.enter_context(in_thread(functools.partial(iterate, rank)))
     batches = list(chain(*zip(*map(found.get, range(3)), strict=True)))
     assert batches[: len(EXPECTED)] == EXPECTED

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Sampler, Subset
+from torch.utils.data import Sampler, Subset
 
 from shmloader import DataLoader, LoaderStats
 from shmloader.insight.stats import Finding
 from shmloader.insight.verdict import judged
 from tests.late import switched_on
-from tests.process.support import Calls
+from tests.process.support import Calls, Streams
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -132,11 +132,6 @@ class InOneCall(Calls):
         return [self[index] for index in indices]
 
 
-class Numbers(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "at_once"),
     [
@@ -144,7 +139,7 @@ class Numbers(IterableDataset):
         (Calls(quick, 4), {"fetch_concurrency": 2}, 2),
         (Subset(Calls(quick, 4), range(2)), {}, 1),
         (Calls(quick, 4), {"batch_size": None}, 0),
-        (Numbers(), {}, 0),
+        (Streams(lambda: iter(range(4))), {}, 0),
         (torch.arange(4), {}, 0),
         (InOneCall(quick, 4), {}, 0),
         (Subset(InOneCall(quick, 4), range(2)), {}, 0),

@@ -27,7 +27,7 @@ from tests.process.host_loaders import (
     pids,
 )
 from tests.process.ranks import LONG_S, meet
-from tests.process.support import TOLD_S, wait_until
+from tests.process.support import TOLD_S, Calls, Numbers, wait_until
 
 pytestmark = pytest.mark.usefixtures("quick_spawn")
 
@@ -54,22 +54,8 @@ def refuse() -> None:
     raise ValueError("a bad sample")
 
 
-class Large:
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(25_000)
-
-
-class Numbers:
-    BATCHES = 100
-
-    def __len__(self) -> int:
-        return 2 * 4 * self.BATCHES
-
-    def __getitem__(self, index: int) -> int:
-        return index
+def large(_: int) -> torch.Tensor:
+    return torch.rand(25_000)
 
 
 class Waiting:
@@ -212,7 +198,7 @@ def test_batches_in_slots_are_those_of_own_workers_and_outlive_the_owner(run, tm
     """Large ones, which are lent, and kept so long that further ones are copied out."""
 
     def epochs() -> Any:
-        with loader(Large()) as one:
+        with loader(Calls(large, COUNT)) as one:
             kept = list(one)
             slots = one.stats().slots
             iterator = iter(one)
@@ -220,7 +206,7 @@ def test_batches_in_slots_are_those_of_own_workers_and_outlive_the_owner(run, tm
             meet(tmp_path)
             with contextlib.suppress(ProcessLookupError):  # the other rank was faster
                 os.kill(owner_of(one), signal.SIGKILL)
-        with loader(Large(), worker_scope="rank") as own:
+        with loader(Calls(large, COUNT), worker_scope="rank") as own:
             expected = [*own, *(batch for batch, _ in zip(own, range(3), strict=False))]
         # By numpy: threads of torch's may be missing in a forked process.
         pairs = zip(kept, expected, strict=True)
@@ -236,10 +222,11 @@ def test_batches_in_slots_are_those_of_own_workers_and_outlive_the_owner(run, tm
 @pytest.mark.slow
 def test_a_stopped_rank_keeps_no_worker_busy_though_it_has_much_in_flight(run, tmp_path):
     """All answers of its only worker fit into the socket."""
+    batches = 100
     stopped, gone = tmp_path / "stopped", tmp_path / "gone"
 
     def stops() -> Any:
-        one = loader(Numbers(), num_workers=1, prefetch_factor=64)
+        one = loader(Numbers(2 * BATCH * batches), num_workers=1, prefetch_factor=64)
         iterator = iter(one)
         next(iterator)
         stopped.touch()
@@ -247,7 +234,7 @@ def test_a_stopped_rank_keeps_no_worker_busy_though_it_has_much_in_flight(run, t
         return len(list(iterator))
 
     def goes_on() -> Any:
-        with loader(Numbers(), num_workers=1, prefetch_factor=64) as one:
+        with loader(Numbers(2 * BATCH * batches), num_workers=1, prefetch_factor=64) as one:
             iterator = iter(one)
             next(iterator)
             wait_until(stopped.exists, LONG_S)
@@ -257,10 +244,10 @@ def test_a_stopped_rank_keeps_no_worker_busy_though_it_has_much_in_flight(run, t
 
     ranks = [run.start(stops, 0), run.start(goes_on, 1)]
     try:
-        assert ranks[1].result() == Numbers.BATCHES - 1
+        assert ranks[1].result() == batches - 1
     finally:
         os.kill(ranks[0].process.pid, signal.SIGCONT)
-    assert ranks[0].result() == Numbers.BATCHES - 1
+    assert ranks[0].result() == batches - 1
 
 
 def rank_of_index(index: int, ranks: int = 2) -> int:
@@ -376,34 +363,9 @@ def test_after_a_timeout_nothing_is_lost(run, tmp_path):
     assert any(is_late for _, is_late in found)
 
 
-@pytest.mark.slow
-def test_ranks_with_different_datasets_are_refused(run, tmp_path):
-    def epoch() -> Any:
-        with loader(Samples(COUNT + int(os.environ["RANK"]))) as one:
-            try:
-                return contents(one)
-            finally:
-                meet(tmp_path)
-
-    found = run.results(epoch, 2)
-    errors = [error for error in found if isinstance(error, ValueError)]
-    assert len(errors) == 1
-    assert "the same dataset" in str(errors[0])
-    assert "dataset.count" in str(errors[0])
-
-
-class Constant(Samples):
-    def __init__(self, value: int) -> None:
-        super().__init__()
-        self.value = value
-
-    def __getitem__(self, index: int) -> int:
-        return self.value
-
-
 def test_programs_with_one_rank_share_no_workers_though_they_have_the_same_store(run):
     def program(value: int) -> set[int]:
-        one = loader(Constant(value), persistent_workers=True)
+        one = loader(Calls(lambda _: value, COUNT), persistent_workers=True)
         kept.append(one)  # its workers live until the program ends
         return {number for batch in one for number in batch.tolist()}
 
