@@ -107,8 +107,8 @@ __all__ = [
     "uninstall",
 ]  # fmt: skip
 
-# Where the names are that are imported when somebody asks for them. The modules set __module__ of
-# these classes to this one, so that ``repr``, ``help`` and pickles name it.
+# Where the names are that are imported when they are asked for, except for modules. The modules set
+# __module__ of these classes to this one, so that ``repr``, ``help`` and pickles name it.
 _HOMES = {
     "DataLoader": "loader.dataloader",
     "InstallReport": "installing",
@@ -118,17 +118,12 @@ _HOMES = {
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
     "TokenBlocks": "batch.token_blocks",
-    "arrow": "arrow",
-    "collate": "collate",
     "empty": "memory.writer",
     "install": "installing",
     "installed": "installing",
     "sample_rng": "batch.sample_rng",
-    "sampling": "sampling",
-    "sequence": "sequence",
     "share": "shared.sharing",
     "share_on_host": "host",
-    "streams": "streams",
     "uninstall": "installing",
 }
 
@@ -139,11 +134,10 @@ del _value
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for."""
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{home}")
-    value = globals()[name] = module if name == home else getattr(module, name)
+    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    value = globals()[name] = getattr(module, name) if name in _HOMES else module
     return value
 
 

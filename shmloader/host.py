@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed
 
@@ -111,25 +111,20 @@ class Meeting:
                 self.socket.settimeout(None)  # whatever socket.setdefaulttimeout() says
                 self.is_host = self._try_to_host()
                 break
-            except BlockingIOError:
+            except BaseException as error:
                 self.socket.close()
+                # Another rank may have bound the name since this one tried to connect.
+                if not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:
+                    raise
                 time.sleep(_RETRY_S)
-            except BaseException:
-                self.socket.close()
-                raise
         PROCESS.meetings.add(self.socket)
 
     def _try_to_host(self) -> bool:
-        """Connect to the host, or become it. Returns whether it is. Raises to try again."""
+        """Connect to the host, or become it. Returns whether it is."""
         try:
             self.socket.connect(self.name)
         except ConnectionRefusedError:
-            try:
-                self.socket.bind(self.name)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                raise BlockingIOError from error  # another rank has bound it meanwhile
+            self.socket.bind(self.name)
             self.socket.listen(socket.SOMAXCONN)
             return True
         pid, user = peer_of(self.socket)
@@ -277,7 +272,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                 if is_interruption(error):
                     raise
             else:
-                found: _T = _open(received)
+                found: _T = received.load()
                 PROCESS.calls_on_host = number + 1
                 return found
 
@@ -345,13 +340,3 @@ class _Server(BackgroundThread):
                 self._left -= guest.recv(len(_RECEIVED)) == _RECEIVED
             except OSError as error:
                 _log.warning("could not send the shared object to a rank of this host: %s", error)
-
-
-def _open(payload: ReceivedPayload) -> Any:
-    """Return the object that the host has built."""
-    with PROCESS.opening:
-        before = PROCESS.received
-        try:
-            return payload.load()
-        finally:
-            PROCESS.received = before

@@ -270,6 +270,8 @@ class _Installation:
 
     def get_iterator(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Return a new iterator of a loader, in place of torch's ``_get_iterator``."""
+        if isinstance(loader, DataLoader):
+            return by_torch(loader)
         why = self._why_not(loader)
         if not why:
             return self._begin(StandIn(loader, self), loader, None)

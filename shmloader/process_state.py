@@ -21,9 +21,8 @@ when no loader is known. All other state has an owner.
                         the same key: ids of dataset and ``worker_init_fn``, number of workers
 ``gathers``             the number of calls of ``stats(ranks=True)``: ranks tell calls apart by it
 ``builds_on_host``      idents of the threads that run a function for ``share_on_host()``
-``received``            in a worker, the descriptors that came with its payload; in a rank that
-                        opens an object of another rank, the descriptors that came with the object
-``opening``             a lock that a rank holds while it opens an object of another rank
+``received``            while a payload is unpickled, the descriptors that came with it
+``opening``             a lock that a thread holds while it unpickles a payload
 ``segments``            the segments that this process has mapped, by their tokens
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep

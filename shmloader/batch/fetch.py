@@ -46,8 +46,8 @@ class FetchConfig(NamedTuple):
         is_iterable: Whether the dataset is an IterableDataset.
         auto_collation: Whether a ticket's index is a list of keys rather than one key.
         drop_last: Whether the last batch of an iterable dataset is dropped if it is short.
-        keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
-            ranks expect batches of the same size; a whole batch is never left out.
+        copies_good: Whether copies of a good sample take the places of skipped ones, since other
+            ranks expect batches of the same size.
         seed: Seed of the samples' own random number generators; None if they have none.
         snapshot_every: After how many batches of a worker a stateful dataset's state is saved
             again. For a map-style dataset, any number but 0 means after every batch. 0 means never.
@@ -61,15 +61,13 @@ class FetchConfig(NamedTuple):
             dataset seems to consist of arrays, and loading samples runs no code of the user's.
         told_epoch: The number that workers' copies of the dataset were told by ``set_epoch()``
             before they were made; None if that is not known.
-        has_budget: Whether batches have a budget of tokens, which a copy of a good sample might
-            exceed: skipped samples are left out, also with ``keep_size``.
         reads: Whether the dataset is a stream of shards, whose batches tickets ask for.
     """
 
     is_iterable: bool
     auto_collation: bool
     drop_last: bool
-    keep_size: bool = False
+    copies_good: bool = False
     seed: int | None = None
     snapshot_every: int = 0
     is_persistent: bool = False
@@ -78,13 +76,7 @@ class FetchConfig(NamedTuple):
     is_threaded: bool = False
     takes_arrays: bool = False
     told_epoch: int | None = None
-    has_budget: bool = False
     reads: bool = False
-
-    @property
-    def copies_good(self) -> bool:
-        """Whether copies of a good sample take the places of skipped ones."""
-        return self.keep_size and not (self.has_budget or self.reads)
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """Return a new fetcher that the caller closes, or None without ``concurrency``."""

@@ -185,7 +185,6 @@ def seal(objects: object, recorder: Recorder | None) -> tuple[SealedSegment, tup
         if recorder is not None:
             recorder.descriptors.clear()
         body, parts = dump(objects, reduce, reducers, by_value=True, least_bytes=BULK_BYTES)
-    assert body is not None
     with SegmentWriter() as writer:
         table_at = writer.append(pickle.dumps(write_buffers(parts, writer)))
         spans = (table_at, writer.append(body), len(body))
@@ -262,8 +261,12 @@ class ReceivedPayload:
 
     def load(self) -> Any:
         """Unpickle the objects. Called once. Raises what the user's objects raise."""
-        PROCESS.received = self._descriptors
-        return unseal(*pickle.loads(self._handle))
+        with PROCESS.opening:
+            before, PROCESS.received = PROCESS.received, self._descriptors
+            try:
+                return unseal(*pickle.loads(self._handle))
+            finally:
+                PROCESS.received = before
 
     def close(self) -> None:
         """Close the descriptors instead of loading."""
@@ -350,14 +353,14 @@ def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
         MissingPayloadError: If no contents were sent, and the segment cannot be opened.
         Exception: What unpickling the user's objects raises.
     """
-    try:
-        segment: Segment = (
-            pickle.loads(handle.segment) if contents is None else Segment.of_contents(contents)
-        )
-    except (SharedMemoryError, OSError) as error:
-        if contents is not None:
-            raise
-        raise MissingPayloadError from error
+    segment: Segment
+    if contents is not None:
+        segment = Segment.of_contents(contents)
+    else:
+        try:
+            segment = pickle.loads(handle.segment)
+        except (SharedMemoryError, OSError) as error:
+            raise MissingPayloadError from error
     with explained_missing():
         return unseal(segment, handle.spans)
 

@@ -134,8 +134,8 @@ class SampleWatch:
         return number
 
     def _begin_work(self, number: int, count: int) -> None:
+        limit_ns = int(self._timeout_s * count * 1e9)
         with self._lock:
-            limit_ns = int(self._timeout_s * count * 1e9)
             self._deadlines[number] = time.monotonic_ns() + limit_ns
             self._publish_first()
 
@@ -145,10 +145,7 @@ class SampleWatch:
             self._publish_first()
 
     def _publish_first(self) -> None:
-        if os.getpid() != self._pid:
-            return  # a child that the sample has forked
-        if not self._deadlines:
-            self._publish(NO_SAMPLE, 0)
-            return
-        number = min(self._deadlines, key=self._deadlines.__getitem__)
-        self._publish(number, self._deadlines[number])
+        deadlines = self._deadlines
+        number = min(deadlines, key=deadlines.__getitem__, default=NO_SAMPLE)
+        if os.getpid() == self._pid:  # not a child that the sample has forked
+            self._publish(number, deadlines.get(number, 0))

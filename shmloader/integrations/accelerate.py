@@ -120,11 +120,7 @@ def _order_of(batches: Any) -> dict[str, Any]:
     of a ``batch_sampler``. So torch's own batch sampler is replaced by its arguments.
     """
     if type(batches) is BatchSampler:
-        return {
-            "sampler": batches.sampler,
-            "batch_size": batches.batch_size,
-            "drop_last": batches.drop_last,
-        }
+        return {name: getattr(batches, name) for name in ("sampler", "batch_size", "drop_last")}
     return {"batch_sampler": batches}
 
 

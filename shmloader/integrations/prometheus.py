@@ -67,16 +67,16 @@ def _value_of(stats: LoaderStats, path: str) -> Any:
 
 
 class Export:
-    """A loader whose metrics are exported. Made by :func:`export`."""
+    """A loader whose metrics are exported. Made by :func:`export`.
+
+    Attributes:
+        loader: A weak reference to the loader.
+    """
 
     def __init__(self, loader: DataLoader[Any], name: str, exports: dict[str, "Export"]) -> None:
-        self._loader, self._name, self._exports = weakref.ref(loader), name, exports
+        self.loader, self._name, self._exports = weakref.ref(loader), name, exports
         # The largest values of counters so far. What is measured of a running epoch may shrink.
         self._counted: dict[Any, float] = {}
-
-    def is_of_another(self, loader: object) -> bool:
-        """Whether this exports a loader that is still alive, and not this one."""
-        return self._loader() not in (None, loader)
 
     def unregister(self) -> None:
         """Export the loader no longer. May be called again."""
@@ -85,7 +85,7 @@ class Export:
 
     def read(self) -> tuple[tuple[str, str], LoaderStats] | None:
         """Return the values of the labels, and the statistics; None if the loader is gone."""
-        loader = self._loader()
+        loader = self.loader()
         if loader is None:
             return None
         if isinstance(loader, ShardedDataLoader):
@@ -165,7 +165,7 @@ def export(loader: DataLoader[Any], name: str, *, registry: CollectorRegistry = 
         collector = PROCESS.exporters[registry] = LoaderCollector()
         registry.register(collector)
     before = collector.exports.get(name)
-    if before is not None and before.is_of_another(loader):
+    if before is not None and before.loader() not in (None, loader):
         raise ValueError(
             f"another loader is exported as name={name!r}: give another name, or call "
             "unregister() of what its export() returned"

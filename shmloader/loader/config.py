@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 from shmloader.batch.arrays import is_plain_data, may_be_columns
 from shmloader.batch.fetch import FetchConfig, list_getter
@@ -20,10 +20,9 @@ from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.grammar import counted, warn_user
 from shmloader.insight.record import Statistics
 from shmloader.interruptions import Suppressed
-from shmloader.loader.options import DEFAULTS, WorkerScope, read_options, slot_share
+from shmloader.loader.options import DEFAULTS, read_options, slot_share
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter
-from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import is_planned
 from shmloader.sampling.sampler_state import chain, is_known
 from shmloader.streams.stream import Stream
@@ -42,18 +41,6 @@ _LEND_LIMIT = 4
 _MANY_IDLE = 16
 
 
-class Sharing(NamedTuple):
-    """What a loader shares with the loaders of other ranks.
-
-    Attributes:
-        scope: Whether the workers are this rank's own, or shared by the ranks of its host.
-        ranks: The rank and the number of ranks that the order is divided among; None if it is not.
-    """
-
-    scope: WorkerScope = "rank"
-    ranks: Ranks | None = None
-
-
 class LoaderConfig(SimpleNamespace):
     """The arguments of a loader as an epoch uses them, checked and parsed. An iterator keeps them.
 
@@ -61,6 +48,7 @@ class LoaderConfig(SimpleNamespace):
 
     Attributes:
         fetch: How a batch is fetched and collated; sent to the workers.
+        keeps_size: Whether other ranks expect as many batches: none is left out.
         saves_dataset: Whether states of the loader contain states of the dataset.
         device: Where batches arrive; None for the CPU.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
@@ -79,10 +67,6 @@ class LoaderConfig(SimpleNamespace):
     start_count: int | None = None
     host_ranks = 1
     hear: Any = None
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with other values of some attributes."""
-        return type(self)(**{**vars(self), **changes})
 
     @property
     def kind(self) -> str:
@@ -157,7 +141,7 @@ class LoaderConfig(SimpleNamespace):
         return FailureWatch(
             parts.failures,
             None if is_raised else self.max_failures,
-            keep_size=self.fetch.keep_size and not is_raised,
+            keep_size=self.keeps_size and not is_raised,
             replaces=is_raised or callable(self.on_error),
             copies=self.fetch.copies_good,
             hear=self.hear,
@@ -174,13 +158,12 @@ def config_of(loader: Any) -> LoaderConfig:
     Raises:
         TypeError, ValueError: If one is wrong, or cannot be combined with another one.
     """
-    values, sharing, parts = read_options(loader), loader._sharing, loader._parts
-    saves_dataset = loader._saves_dataset
+    values, parts, saves_dataset = read_options(loader), loader._parts, loader._saves_dataset
     count, dataset = loader.num_workers, loader.dataset
     # Loaders may be made for short epochs, so the property is called only if it has a value.
     stream = loader._stream if Stream in type(dataset).__mro__ else None
     collate_fn, collates, hear = loader.collate_fn, loader._auto_collation, None
-    is_host, is_map = sharing.scope == "host", not loader._is_iterable
+    is_host, is_map = loader.worker_scope == "host", not loader._is_iterable
     if stream is not None:
         plan = loader._present_plan
         plan.newest.timeout_s = loader.timeout
@@ -191,6 +174,8 @@ def config_of(loader: Any) -> LoaderConfig:
         collate_fn = stream.collate or collate_fn
     seed, on_error = loader._sample_seed, values.get("on_error", "raise")
     keeps_size = on_error == "skip" and loader._is_in_ranks
+    # Where batches have a budget of tokens, a copy might exceed it.
+    has_budget = keeps_size and any(map(is_planned, loader._all_samplers))
     # Batches are gathered from a dataset that consists of arrays only.
     takes_arrays = (
         on_error == "raise"
@@ -204,7 +189,7 @@ def config_of(loader: Any) -> LoaderConfig:
         not is_map,
         collates,
         loader.drop_last,
-        keep_size=keeps_size,
+        copies_good=keeps_size and not has_budget and stream is None,
         seed=None if seed is None else loader._seed_of_samples(seed),
         snapshot_every=loader._snapshot_interval if saves_dataset else 0,
         is_persistent=bool(loader.persistent_workers),
@@ -213,7 +198,6 @@ def config_of(loader: Any) -> LoaderConfig:
         is_threaded=loader.thread_pool,
         takes_arrays=takes_arrays,
         told_epoch=parts.told_epoch if count and not is_host else None,
-        has_budget=keeps_size and any(map(is_planned, loader._all_samplers)),
         reads=stream is not None,
     )
     config = LoaderConfig(
@@ -222,22 +206,23 @@ def config_of(loader: Any) -> LoaderConfig:
         dataset=dataset,
         collate_fn=collate_fn,
         hear=hear,
+        keeps_size=keeps_size,
         saves_dataset=saves_dataset,
         num_workers=count,
         in_order=loader.in_order or not count,
     )
     if not count:
         return config
-    if is_host and sharing.ranks is not None:
+    if is_host:
         from shmloader.host import ranks_of_host  # noqa: PLC0415 - few loaders share
 
-        config.rank, world_size = sharing.ranks.find()
+        config.rank, world_size = loader._ranks.find()
         config.host_ranks = ranks_of_host(world_size)
     init, adapter = loader.worker_init_fn, loader._adapter
     is_same = takes_arrays and is_plain(collate_fn) and init is None and is_plain_data(dataset)
     # Ranks that share workers have queues, even if there is one worker.
     is_free = (seed is not None or not loader.in_order or is_same) and (count > 1 or is_host)
-    return config.replace(
+    vars(config).update(
         prefetch_factor=loader.prefetch_factor,
         timeout=loader.timeout,
         worker_init_fn=init,
@@ -245,8 +230,9 @@ def config_of(loader: Any) -> LoaderConfig:
         most_workers=max(count, 0 if adapter is None else adapter.most),
         is_dynamic=is_map and stream is None and (is_free or adapter is not None),
         root=loader._root,
-        worker_scope=sharing.scope,
+        worker_scope=loader.worker_scope,
     )
+    return config
 
 
 def start_count(loader: Any, config: LoaderConfig) -> int | None:
@@ -297,7 +283,6 @@ class LoaderParts:
         has_warned_of_idle: Whether a warning of workers without a batch was given.
     """
 
-    adapter: Adapter | None = None
     host_pool: "HostPool | None" = None
     nursery: Any = None
     destination: "Destination | None" = None
@@ -314,8 +299,7 @@ class LoaderParts:
     task_numbers = functools.cached_property(lambda _: itertools.count())
 
     def __init__(self, adapter: Adapter | None = None) -> None:
-        if adapter is not None:
-            self.adapter = adapter
+        self.adapter = adapter
         # A tuple, which one thread replaces while another one reads.
         self._iterators: tuple[weakref.ref[Any], ...] = ()
         self.statistics = Statistics()
@@ -341,8 +325,7 @@ class LoaderParts:
     def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""
         resumed = self.resumed_checkpoints
-        if resumed is not None or self.checkpoints is not None:
-            self.checkpoints = self.resumed_checkpoints = None
+        self.checkpoints = self.resumed_checkpoints = None
         return resumed
 
     def open_destination(self, config: LoaderConfig) -> "Destination | None":

@@ -16,10 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
-from torch.utils.data.dataloader import (
-    _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
-)
 
 from shmloader.batch.arrays import is_plain_data
 from shmloader.batch.failures import OnError
@@ -35,12 +31,13 @@ from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
     DEFAULTS,
     DEVICE_PREFETCH,
+    NOT_WITH_STREAM,
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
-    check_stream,
     describe_source,
     describe_unsupported,
     read_options,
+    refuse,
 )
 from shmloader.loader.resumable import FixedArgument, ResumableLoader
 from shmloader.memory.limits import usable_cores
@@ -304,12 +301,13 @@ class DataLoader(ResumableLoader[_T_co]):
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
         if Stream in type(dataset).__mro__:
-            check_stream(
+            refuse(
                 {
                     "shuffle: call its method shuffle()": shuffle,
                     "sampler or batch_sampler": (sampler, batch_sampler) != (None, None),
                     "drop_last here: give it to batch()": batch_size is None and drop_last,
-                }
+                },
+                NOT_WITH_STREAM,
             )
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
@@ -322,8 +320,7 @@ class DataLoader(ResumableLoader[_T_co]):
             self._sample_seed = self.__dict__["seed"] = values["seed"]
         self._make_plan(sampler, batch_sampler)
         # What depends on the order.
-        sharing = self._sharing
-        if shm_size is not None and (sharing.ranks is None or sharing.ranks.known):
+        if shm_size is not None and (self._ranks is None or self._ranks.known):
             _ = config_of(self).slot_bytes
         is_free = executor is not None or self._adapter is not None
         if seed is None and is_free and not is_plain_data(dataset):
@@ -382,13 +379,9 @@ class DataLoader(ResumableLoader[_T_co]):
             try:
                 if resumed is not None:
                     plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
-                if plan.resumed is None:  # loaders may be made for short epochs
+                with contextlib.nullcontext() if plan.resumed is None else self._resuming(plan):
                     self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
-                else:
-                    with self._resuming(plan):
-                        self._begin_epoch(plan, draws_seed=draws_seed)
-                        iterator = make()
             except BaseException:
                 plan.undo_begin(resumed)
                 raise
@@ -401,17 +394,17 @@ class DataLoader(ResumableLoader[_T_co]):
         plan, parts = self._plan, self._parts
         assert plan is not None
         iterator: Any
-        if self.num_workers:
-            self.check_worker_number_rationality()
-        if self.num_workers and self._needs_torchs_workers:
+        needs_torchs = self._needs_torchs_workers
+        if needs_torchs:
             self._warn_of_torchs_workers()
-            iterator = _MultiProcessingDataLoaderIter(self)
-        elif type(self.dataset) in WRAPPED_DATA_PIPES:
+        if needs_torchs or type(self.dataset) in WRAPPED_DATA_PIPES:
+            iterator = super()._get_iterator()
             if not self.num_workers:
-                return _SingleProcessDataLoaderIter(self)
-            iterator = _MultiProcessingDataLoaderIter(self)
+                return iterator
         else:
             config = config_of(self)
+            if self.num_workers:
+                self.check_worker_number_rationality()
             if self.num_workers > 1:
                 config.start_count = start_count(self, config)
             iterator = BatchIterator(self, config, plan, parts)
@@ -425,7 +418,7 @@ class DataLoader(ResumableLoader[_T_co]):
         """Warn that torch's own workers load, or raise if they cannot do all arguments."""
         text, given = describe_unsupported(), {*read_options(self)}
         given -= {"snapshot_every_n_steps"}
-        if self._sharing.ranks is not None:
+        if self._ranks is not None:
             given.add("ShardedDataLoader")
         if given:
             raise RuntimeError(f"{text} These cannot be combined with {', '.join(sorted(given))}.")

@@ -39,7 +39,6 @@ class Workers:
     Attributes:
         source: The engine, or a stage on another thread that is behind it.
         end: Ends all. It refers neither to the sampler nor to the iterator.
-        is_on_device: Whether the source has called the ``device_transform``.
 
     Args:
         config: The loader's arguments.
@@ -68,16 +67,20 @@ class Workers:
             )
         self._config, self._parts = config, parts
         self._base_seed, self._checkpoints = base_seed, checkpoints
-        stage, locker = _make_stage(config, parts, *pin)
+        destination, (pins, pin_device) = parts.open_destination(config), pin
+        stage: Stage | None = None
+        if destination is not None:
+            stage = DeviceStage(destination, config.device_prefetch, config.device_transform)
+        elif pins:  # as torch has it, no accelerator means CUDA
+            stage = PinStage(pin_device, current_index(pin_device or "cuda"))
         if config.kind == "threads":
             self._open_threads()
         elif config.kind == "executor":
             self._open_executor()
         else:
-            self._open_processes(locker)
+            self._open_processes(None if destination is None else destination.locks)
         self.end: Callable[[], object] = self.pool.close
         self.source: Any = self.engine
-        self.is_on_device = not isinstance(stage, PinStage | None)
         if stage is not None:
             with contextlib.ExitStack() as stack:
                 stack.callback(self.end)
@@ -199,19 +202,6 @@ class Workers:
             )
             self.engine.resume()
             stack.pop_all()
-
-
-def _make_stage(
-    config: LoaderConfig, parts: LoaderParts, pins: bool, pin_device: str | None
-) -> tuple[Stage | None, Any]:
-    """Return the stage that pins batches or copies them to a device, and its locker of pages."""
-    destination = parts.open_destination(config)
-    if destination is None:
-        # As torch has it, no accelerator means CUDA.
-        pin = PinStage(pin_device, current_index(pin_device or "cuda")) if pins else None
-        return pin, None
-    stage = DeviceStage(destination, config.device_prefetch, config.device_transform)
-    return stage, destination.locks
 
 
 def _make_tasks(config: LoaderConfig) -> TaskConfig:

@@ -40,7 +40,7 @@ from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.engines import Workers
-from shmloader.loader.inline import InlineEngine, do_nothing, make_step
+from shmloader.loader.inline import InlineEngine, make_step
 from shmloader.sampling.plan import EpochPlan
 
 _REPLACED = (
@@ -95,7 +95,6 @@ class BatchIterator(_BaseDataLoaderIter):
         began_ns = time.monotonic_ns()
         # Python keeps up to 30 attributes of an object in less time and memory; torch has 19.
         self._config, self._plan, self._parts = config, plan, parts
-        self._order = plan.newest
         if config.num_workers:
             resumed = parts.pop_resumed()
         else:
@@ -129,7 +128,7 @@ class BatchIterator(_BaseDataLoaderIter):
     @property
     def _index_sampler(self) -> Any:
         """The sampler that torch's methods iterate: the order's, which may add to the loader's."""
-        return self._order.index_sampler
+        return self._plan.newest.index_sampler
 
     @_index_sampler.setter
     def _index_sampler(self, _: object) -> None:
@@ -145,8 +144,7 @@ class BatchIterator(_BaseDataLoaderIter):
         self._engine = self._source = engine
         if engine.checkpoints is not None:
             self._checkpoints = self._parts.checkpoints = engine.checkpoints
-        if engine.end is not do_nothing:
-            self._end_with_iterator(engine.end)
+        self._end_with_iterator(engine.end)
 
     def _open_workers(self, loader: Any, resumed: DatasetCheckpoints | None) -> None:
         """Start the workers, and open their engine."""
@@ -166,7 +164,7 @@ class BatchIterator(_BaseDataLoaderIter):
         )
         self._engine, self._source, self._pool = opened.engine, opened.source, opened.pool
         self._adapter, self._loader = parts.adapter, weakref.ref(loader)
-        if not opened.is_on_device:
+        if config.device is None:  # otherwise, its stage calls the transform
             _, self._transform = make_step(config)
         self._end_with_iterator(opened.end)
 
@@ -223,7 +221,6 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _go_on(self, loader: Any, first_iter: bool) -> Self:
         self._begin_record(loader, time.monotonic_ns())
-        self._order = self._plan.newest
         super()._reset(loader.as_torch_sees_it, first_iter)
         unwrapped(self._draw_for, self._source.restart)
         if self._engine.beginnings is not None:

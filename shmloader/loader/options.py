@@ -52,6 +52,9 @@ DEVICE_PREFETCH = 2
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
 
+#: How messages begin about what does not go with a stream.
+NOT_WITH_STREAM = "a stream of shards cannot be combined with "
+
 #: The classes that torch's constructor wraps data pipes in.
 WRAPPED_DATA_PIPES = _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
@@ -136,10 +139,6 @@ class Option:
         return "" if is_found or "indices" not in self.needs else "a map-style dataset"
 
 
-def _is_share_or_count(value: Any) -> bool:
-    return int(value) >= 0 if isinstance(value, Integral) else bool(0 < value <= 1)
-
-
 def _share_or_count(value: Any) -> int | Fraction:
     # A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
     return int(value) if isinstance(value, Integral) else Fraction(str(value))
@@ -158,8 +157,6 @@ def _size(value: Any) -> int:
 
 
 def _device(value: object) -> torch.device | None:
-    if value is None:
-        return None
     from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
 
     return parse_device(value)
@@ -171,18 +168,9 @@ def _has_processes(executor: Any) -> bool:
     return not is_dask and not isinstance(executor, concurrent.futures.ThreadPoolExecutor)
 
 
-def _is_interval(value: Any) -> bool:
-    return value in (None, "auto") or (isinstance(value, Integral) and int(value) >= 0)
-
-
 def _from(minimum: int) -> tuple[Any, Callable[[Any], object], Callable[[Any], int]]:
     """Return the kinds, the test and the reader of a whole number."""
     return Integral, lambda value: value >= minimum, int
-
-
-def _word(words: Any) -> tuple[Any, Callable[[Any], object]]:
-    """Return the kinds and the test of a word."""
-    return object, lambda value: value in get_args(words)
 
 
 _TABLE = (
@@ -211,7 +199,7 @@ _TABLE = (
         None,
         "an int, 0 or more, or a fraction of the samples, above 0 and at most 1",
         Real,
-        _is_share_or_count,
+        lambda value: int(value) >= 0 if isinstance(value, Integral) else 0 < value <= 1,
         _share_or_count,
         "indices",
     ),
@@ -229,7 +217,7 @@ _TABLE = (
         "auto",
         "'auto', a number of batches, or 0 or None for never",
         (Integral, str, type(None)),
-        _is_interval,
+        lambda value: value in (None, "auto") or (isinstance(value, Integral) and int(value) >= 0),
     ),
     Option("fetch_concurrency", None, "a positive number of samples", *_from(1), needs="indices"),
     Option(
@@ -262,7 +250,8 @@ _SCOPE = Option(
     "worker_scope",
     "rank",
     "'rank' or 'host'",
-    *_word(WorkerScope),
+    object,
+    lambda value: value in get_args(WorkerScope),
     needs="workers",
     excludes=("thread_pool", "executor", "multiprocessing_context"),
 )
@@ -282,7 +271,7 @@ def read_options(loader: Any) -> dict[str, Any]:
     Returns:
         The values that are not the defaults, as loaders use them.
     """
-    sharing, own, values = loader._sharing, loader.__dict__, {}
+    own, values = loader.__dict__, {}
     if not _NAMES.isdisjoint(own):  # many loaders have none, and may be made for a short epoch
         for name, default in DEFAULTS.items():
             if name in own and own[name] is not default:
@@ -291,7 +280,7 @@ def read_options(loader: Any) -> dict[str, Any]:
                     values[name] = value
         for name in values:
             OPTIONS[name].check_needs(loader)
-    if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
+    if loader.worker_scope != "rank" and _SCOPE.check(loader.worker_scope) == "host":
         _check_host(loader)
     if loader._adapter is not None:
         _AUTO.check_needs(loader)
@@ -317,68 +306,66 @@ def _loads_by_coroutine(dataset: object) -> bool:
 def _check_host(loader: Any) -> None:
     """Check the arguments of a loader whose workers all ranks of a host share."""
     _SCOPE.check_needs(loader)
-    if loader._adapter is not None:
-        raise ValueError(
-            "num_workers='auto' cannot be combined with worker_scope='host': give a number."
-        )
-    if loader._saves_dataset:
-        raise ValueError(
+    refuse(
+        {
+            "num_workers='auto' cannot be combined with worker_scope='host': give a number.": (
+                loader._adapter is not None
+            ),
             "a dataset with state_dict() cannot be combined with worker_scope='host', whose "
             "workers load for several ranks. snapshot_every_n_steps=0 leaves the dataset out "
-            "of the loader's state."
-        )
+            "of the loader's state.": loader._saves_dataset,
+        }
+    )
 
 
-def check_stream(given: dict[str, object]) -> None:
-    """Raise ValueError if an argument is given that a stream of shards cannot be combined with.
-
-    Args:
-        given: Maps each of them, with what to do instead, to whether it is given.
-    """
-    for text, is_given in given.items():
-        if is_given:
-            raise ValueError(f"a stream of shards cannot be combined with {text}")
+def refuse(wrong: dict[str, object], before: str = "") -> None:
+    """Raise ValueError with the first of some texts, after ``before``, whose value is true."""
+    for text, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(before + text)
 
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     """Check what depends on more than one argument in another way."""
-    sharing, wrong, get = loader._sharing, "", values.get
     if isinstance(loader.dataset, Stream):
         batched = loader.dataset.is_batched
         own_collate = loader.collate_fn not in (default_collate, default_convert)
-        check_stream(
+        refuse(
             {
                 "batch_size after its method batch(): give None": batched and loader.batch_size,
                 "collate_fn after its method batch(): give it collate=": batched and own_collate,
-                "a function as on_error: give 'skip'": callable(get("on_error")),
+                "a function as on_error: give 'skip'": callable(values.get("on_error")),
                 "fetch_concurrency": "fetch_concurrency" in values,
                 "in_order=False": not loader.in_order,
                 "num_workers='auto': give a number": loader._adapter is not None,
-                "worker_scope='host': give 'rank'": sharing.scope != "rank",
+                "worker_scope='host': give 'rank'": loader.worker_scope != "rank",
                 "last_batch='keep': give 'pad'": getattr(loader, "last_batch", None) == "keep",
-            }
+            },
+            NOT_WITH_STREAM,
         )
-    if get("max_failures") is not None and get("on_error", "raise") == "raise":
-        wrong = (
+    has_seed, has_timeout = "seed" in values, "sample_timeout" in values
+    refuse(
+        {
             "max_failures has no effect with on_error='raise', since the first bad sample raises. "
-            "Give on_error='skip' or a function."
-        )
-    elif get("device_transform") is not None and loader.device is None:
-        wrong = (
+            "Give on_error='skip' or a function.": (
+                "max_failures" in values and "on_error" not in values
+            ),
             "device_transform needs device=. On the CPU, transform in the dataset or in "
-            "collate_fn, where workers do it."
-        )
-    elif get("seed") is not None and loader.generator is not None and sharing.ranks is None:
-        wrong = (
+            "collate_fn, where workers do it.": (
+                "device_transform" in values and loader.device is None
+            ),
             "seed cannot be combined with generator. Give either seed= (recommended) or "
-            "generator=, not both."
-        )
-    elif get("sample_timeout") is not None and get("thread_pool"):
-        wrong = "sample_timeout needs worker processes: a thread cannot be ended."
-    elif (get("seed", get("sample_timeout")) is not None) and is_data_pipe(loader.dataset):
-        wrong = "seed and sample_timeout cannot be given for a data pipe, which torch itself loads"
-    if wrong:
-        raise ValueError(wrong)
+            "generator=, not both.": (
+                has_seed and loader.generator is not None and loader._ranks is None
+            ),
+            "sample_timeout needs worker processes: a thread cannot be ended.": (
+                has_timeout and "thread_pool" in values
+            ),
+            "seed and sample_timeout cannot be given for a data pipe, which torch itself loads": (
+                (has_seed or has_timeout) and is_data_pipe(loader.dataset)
+            ),
+        }
+    )
 
 
 def starts_processes(context: Any) -> bool:

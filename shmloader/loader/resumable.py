@@ -19,10 +19,11 @@ from shmloader.batch.dataset_state import Saved, save_dataset
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.grammar import warn_user
-from shmloader.loader.config import LoaderParts, Sharing
+from shmloader.loader.config import LoaderParts
 from shmloader.loader.options import (
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
+    WorkerScope,
     describe_unsupported,
 )
 from shmloader.loader.states import check_facts, check_state, versioned
@@ -97,8 +98,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     seed: Any
     snapshot_every_n_steps: SnapshotInterval
 
-    #: What a ShardedDataLoader shares.
-    _sharing = Sharing()
+    #: Whether the workers are this rank's own, or shared by the ranks of its host.
+    worker_scope: WorkerScope = "rank"
+    #: The :class:`Ranks` that the order is divided among; None if it is not.
+    _ranks: Any = None
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
     #: The seed that samples and order depend on, as the constructor got it.
@@ -161,12 +164,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return plan
 
     def _order_sources(self) -> tuple[object, ...]:
-        """Return what the order is made from: always equally many values."""
-        batches = self._index_sampler
-        if type(batches) is not BatchSampler:
-            return batches, self.batch_size, None, None, None
-        sampler, size, drops = batches.sampler, batches.batch_size, batches.drop_last
-        return batches, self.batch_size, sampler, size, drops
+        """Return what the order is made from: equally many values for one index sampler."""
+        batches, inner = self._index_sampler, tuple[Any, ...]()
+        if type(batches) is BatchSampler:
+            inner = batches.sampler, batches.batch_size, batches.drop_last
+        return batches, self.batch_size, *inner
 
     def _make_plan(
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
@@ -243,16 +245,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return None
 
     def _set_own_sampler(self, sampler: SeededSampler) -> None:
-        """Set ``sampler`` and the batch sampler over it, which torch's __setattr__ refuses."""
-        own = self.__dict__
-        before, own["sampler"] = self.sampler, sampler
-        batches: Any = self.batch_sampler
-        if type(batches) is not BatchSampler or batches.sampler is not before:
-            return
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-        own["batch_sampler"] = batches
-        # Set on the instance: frameworks take a subclass of torch's for one of the user's.
-        batches.set_epoch = sampler.set_epoch
+        """Set ``sampler``, which torch's __setattr__ refuses, in the batch sampler as well."""
+        self.__dict__["sampler"] = sampler
+        batches: Any = self.batch_sampler  # torch's constructor has made it
+        if batches is not None:
+            # Set on the instance: frameworks take a subclass of torch's for one of the user's.
+            batches.sampler, batches.set_epoch = sampler, sampler.set_epoch
 
     # Epochs --------------------------------------------------------------------------------
 
@@ -286,8 +284,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             TypeError: If it is not a whole number.
             ValueError: If it is negative.
         """
-        plan = self._present_plan
-        plan.set_epoch(epoch)
+        self._present_plan.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""

@@ -17,13 +17,13 @@ from torch.utils.data import RandomSampler, Sampler
 
 from shmloader.batch.failures import OnError
 from shmloader.interruptions import probe
-from shmloader.loader.config import Sharing
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import (
     DEVICE_PREFETCH,
     SnapshotInterval,
     WorkerScope,
     is_map_style,
+    refuse,
 )
 from shmloader.loader.resumable import FixedArgument
 from shmloader.process_state import PROCESS
@@ -175,7 +175,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     __module__ = "shmloader"  # users import it from there
 
     last_batch = FixedArgument("last_batch")
-    worker_scope: WorkerScope
+    _ranks: Ranks
     _sample_seed: int
     #: Whether the sampler yields this rank's share already.
     _is_cut = False
@@ -247,10 +247,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             given.update(batch_size=batch_size, shuffle=bool(shuffle), drop_last=drop_last)
         super().__init__(**{name: given[name] for name in _OF_ALL})
 
-    @property
-    def _sharing(self) -> Sharing:  # type: ignore[override]
-        return Sharing(self.worker_scope, self._ranks)
-
     def _make_own_sampler(self, counter: EpochCounter) -> SeededShardSampler | None:
         is_shuffled = isinstance(self.sampler, RandomSampler)
         if is_shuffled and self.generator is not None:
@@ -268,8 +264,15 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self._is_cut = own is None and any(map(_is_own_share, chain(sampler)))
         last_batch: LastBatch = "keep"
         if not self._is_cut:
-            _check_last_batch(self.last_batch, batches, drop_last=self.drop_last)
-            last_batch = "discard" if self.drop_last else self.last_batch or "pad"
+            given, drops = self.last_batch, self.drop_last
+            refuse(
+                {
+                    "drop_last=True, which means 'discard'": drops and given in ("pad", "keep"),
+                    "batch_sampler, which makes the batches": given and batches is not None,
+                },
+                f"last_batch={given!r} cannot be combined with ",
+            )
+            last_batch = "discard" if drops else given or "pad"
             if is_planned(batches) and batches.last_batch == "discard":
                 last_batch = "discard"
         order = self._seeded_order(
@@ -400,16 +403,6 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
                 "ShardedDataLoader would divide that part again. Give a sampler of all samples, "
                 "such as shuffle=True, or use DataLoader with this sampler."
             )
-
-
-def _check_last_batch(last_batch: object, batch_sampler: object, *, drop_last: bool) -> None:
-    wrong = ""
-    if drop_last and last_batch not in (None, "discard"):
-        wrong = "drop_last=True, which means 'discard'"
-    elif last_batch is not None and batch_sampler is not None:
-        wrong = "batch_sampler, which makes the batches"
-    if wrong:
-        raise ValueError(f"last_batch={last_batch!r} cannot be combined with {wrong}")
 
 
 def _is_own_share(sampler: object) -> bool:

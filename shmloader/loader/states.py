@@ -21,7 +21,8 @@ _FACTS = {
     "seed": "seed",
 }
 
-_OTHERS = {"epoch", "position", "sampler", "persistent"}
+# Others, and their types.
+_KINDS = {"epoch": int, "position": int, "sampler": dict}
 
 
 def versioned(state: dict[str, Any]) -> dict[str, Any]:
@@ -62,23 +63,15 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
             f"reads version {VERSION}. Install the release that has saved it, or begin the epoch "
             "anew."
         )
-    is_whole = _OTHERS.union(_FACTS) <= state.keys() and _is_position(**state)
-    if version is None or not is_whole:
+    is_whole = {*_FACTS, *_KINDS, "persistent"} <= state.keys()
+    is_right = is_whole and all(isinstance(state[key], kind) for key, kind in _KINDS.items())
+    if version is None or not is_right or state["position"] < 0:
         raise ValueError(
             "the state was not saved by a loader of shmloader: pass what state_dict() of such a "
             f"loader returned. The keys of this one: {', '.join(map(repr, state)) or 'none'}"
         )
     check_facts(state, facts)
     return state
-
-
-def _is_position(epoch: object, position: object, sampler: object, **_others: object) -> bool:
-    return (
-        isinstance(epoch, int)
-        and isinstance(position, int)
-        and position >= 0
-        and isinstance(sampler, dict)
-    )
 
 
 def check_facts(state: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -58,9 +58,9 @@ class Listed(Keyed):
         return [self[key] for key in keys]
 
 
-def tolerant(dataset, *, keep_size=False, collate=list):
+def tolerant(dataset, *, copies_good=False, collate=list):
     config = FetchConfig(
-        is_iterable=False, auto_collation=True, drop_last=False, keep_size=keep_size
+        is_iterable=False, auto_collation=True, drop_last=False, copies_good=copies_good
     )
     return BatchMaker(config, dataset, collate, "skip", where="somewhere", timer=Timer()).fetcher
 
@@ -89,7 +89,7 @@ def test_a_good_sample_that_cannot_be_copied_is_repeated_as_it_is():
             super().__getitem__(key)
             return threading.Lock()
 
-    one, two = tolerant(Locks(1), keep_size=True).fetch([0, 1])
+    one, two = tolerant(Locks(1), copies_good=True).fetch([0, 1])
     assert one is two
 
 

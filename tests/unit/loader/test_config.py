@@ -30,7 +30,8 @@ def test_the_window_is_that_of_the_workers(options, window, most) -> None:
 def test_of_a_hosts_workers_a_rank_has_its_share_in_the_window_and_one_more_where_it_lacks_some(
     workers, ranks, window
 ) -> None:
-    found = made(num_workers=workers).replace(host_ranks=ranks)
+    found = made(num_workers=workers)
+    found.host_ranks = ranks
     assert found.window == window
 
 
@@ -57,8 +58,8 @@ def test_an_shm_size_too_small_for_the_maximum_of_workers_raises_in_the_construc
 
 def test_a_batch_keeps_its_size_where_other_ranks_count_on_it() -> None:
     ranks = DistributedSampler(DATA, num_replicas=2, rank=0)
-    assert made(sampler=ranks, on_error="skip").fetch.keep_size
-    assert not made(on_error="skip").fetch.keep_size
+    assert made(sampler=ranks, on_error="skip").fetch.copies_good
+    assert not made(on_error="skip").fetch.copies_good
 
 
 def test_states_of_the_dataset_are_taken_where_they_are_saved() -> None:
