@@ -73,6 +73,15 @@ class Numbers:
         return index
 
 
+class ListsAlone:
+    """The same by lists of samples alone, without ``__getitem__``."""
+
+    __init__, __len__ = Numbers.__init__, Numbers.__len__
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [Numbers.__getitem__(self, index) for index in indices]
+
+
 class Gate:
     """A pipe that forked workers wait at: each `open` lets one of them through. Closes itself."""
 

@@ -253,13 +253,6 @@ def test_a_worker_takes_no_memory_of_its_own_for_a_memory_map(tmp_path):
     assert own < 48 << 20
 
 
-def test_large_rows_are_streamed_and_the_same(arena):
-    rows = torch.arange(40 * 70_000, dtype=torch.float32).view(40, 70_000)
-    indices = [5, 39, 0, *range(38, 8, -1)]
-    batch, _ = fetched(rows, indices, arena)
-    assert torch.equal(batch, rows[indices])
-
-
 @pytest.fixture
 def gathered(monkeypatch):
     counted = []

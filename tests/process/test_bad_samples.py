@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Subset, get_worke
 
 from shmloader import ClosedLoaderError, DataLoader, ShardedDataLoader, TooManyFailures
 from shmloader.sampling import ShardedSampler, TokenBatches
-from tests.process.support import Bad, Calls, Gate, Numbers, Switch, outcomes
+from tests.process.support import Bad, Calls, Gate, ListsAlone, Numbers, Switch, outcomes
 
 # How samples are loaded: the number of workers; by threads; or by several coroutines of a worker.
 BOTH = pytest.mark.parametrize("workers", [0, 2])
@@ -431,25 +431,14 @@ def test_failures_of_a_batch_that_cannot_be_sent_are_counted():
     assert listed(loader) == [1]
 
 
-class ListsAlone:
-    """Loads lists of samples, and has no ``__getitem__``. Sample 5 is bad."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        if 5 in indices:
-            raise ValueError("five is bad")
-        return indices
-
-
 @pytest.mark.parametrize("options", [{}, {"seed": 1}, {"fetch_concurrency": 2}], ids=str)
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("wrap", [ListsAlone, lambda: Subset(ListsAlone(), range(8))])
+@pytest.mark.parametrize("wrap", [lambda lists: lists, lambda lists: Subset(lists, range(8))])
 def test_a_dataset_of_lists_alone_loads_its_samples_one_by_one(
     wrap: Any, workers: int, options: Any
 ) -> None:
-    loader = DataLoader(wrap(), batch_size=4, num_workers=workers, on_error="skip", **options)
+    options = {"batch_size": 4, "num_workers": workers, "on_error": "skip", **options}
+    loader = DataLoader(wrap(ListsAlone(8, 5)), **options)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 6, 7]]
     assert listed(loader) == [5]
 

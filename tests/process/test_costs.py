@@ -42,8 +42,7 @@ def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> No
     """The limit is raised one by one, so that each step of the start meets it once."""
     done = run_program(
         """
-        import gc, os, resource, sys, warnings
-        import multiprocessing, numpy, psutil, torch
+        import gc, os, psutil, resource, torch
         from shmloader import DataLoader, ShmloaderError, WorkerDiedError
 
         class Data:
@@ -55,7 +54,19 @@ def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> No
         def descriptors():
             return {n for n in os.listdir("/proc/self/fd")}
 
-        list(DataLoader(Data(), num_workers=2))
+        def load():
+            # Returns whether it worked, and what was not as it should be.
+            try:
+                kept = [float(batch.mean()) for batch in DataLoader(Data(), num_workers=2)]
+                return True, "" if kept == list(range(12)) else f"OTHER {kept}"
+            except WorkerDiedError as error:
+                return False, f"DIED {error}"
+            except (OSError, ShmloaderError) as error:
+                return False, "" if "many open files" in str(error) else f"UNCLEAR {error}"
+            except BaseException as error:
+                return False, f"OTHER {error!r}"
+
+        load()
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         gc.collect()
         before = descriptors()
@@ -63,32 +74,17 @@ def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> No
         worked = 0
         for limit in range(top + 1, top + 60):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            said = None
-            try:
-                kept = [float(batch.mean()) for batch in DataLoader(Data(), num_workers=2)]
-                assert kept == list(range(12)), kept
-                worked += 1
-            except (OSError, ShmloaderError) as error:
-                said = str(error)
-                if isinstance(error, WorkerDiedError):
-                    print("DIED", limit - top, said)
-                if worked:
-                    print("WORSE", limit - top, said)
-                if "many open files" not in said:
-                    print("UNCLEAR", limit - top, said)
-            except BaseException as error:
-                print("OTHER", limit - top, repr(error))
+            works, wrong = load()
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             gc.collect()
             children = psutil.Process().children()
-            if children:
-                print("LEFT", limit - top, children, said)
-                for child in children:
-                    child.wait(5)
-            new = [int(n) for n in descriptors() - before if os.path.exists(f"/proc/self/fd/{n}")]
-            targets = [os.readlink(f"/proc/self/fd/{n}") for n in new]
-            if new:
-                print("DESCRIPTORS", limit - top, targets, said)
+            paths = [f"/proc/self/fd/{n}" for n in descriptors() - before]
+            left = [os.readlink(path) for path in paths if os.path.exists(path)]
+            if wrong or children or left or worked and not works:
+                print(limit - top, wrong, children, left)
+            for child in children:
+                child.wait(5)
+            worked += works
         print("worked", worked > 5)
         """,
         tmp_path / "program.py",

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from shmloader import DataLoader
-from tests.process.support import Bad, Calls, Numbers, Streams
+from tests.process.support import Bad, Calls, ListsAlone, Numbers, Streams
 
 PLACES: dict[str, dict[str, Any]] = {
     "in-process": {},
@@ -116,19 +116,9 @@ def test_an_exception_of_worker_init_fn_is_named():
     assert own_notes(error)[-1] == "It was raised by worker_init_fn(0)."
 
 
-class Lists:
-    def __len__(self) -> int:
-        return 12
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        if 6 in indices:
-            raise Bad("no 6")
-        return indices
-
-
 @EVERYWHERE
 def test_of_samples_that_one_call_loads_the_range_is_named(place):
-    for dataset in (Lists(), Subset(Lists(), range(12))):
+    for dataset in (ListsAlone(12, 6), Subset(ListsAlone(12, 6), range(12))):
         error = raised_by(DataLoader(dataset, batch_size=4, **PLACES[place]))
         assert "One call of __getitems__ for indices 4 to 7 failed." in own_notes(error)
 

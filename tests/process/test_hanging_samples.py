@@ -14,20 +14,17 @@ import pytest
 import torch
 
 from shmloader import DataLoader, SampleTimeoutError
-from tests.process.support import Calls, Gate, Streams, Switch, outcomes
+from tests.process.support import Calls, Gate, Numbers, Streams, Switch, outcomes
 
 LENGTH, BATCH = 24, 4
 LIMIT_S = 0.3
 
 
-class Hangs:
+class Hangs(Numbers):
     """Rows, some of which take for ever."""
 
     def __init__(self, *bad: int) -> None:
-        self.bad = set(bad)
-
-    def __len__(self) -> int:
-        return LENGTH
+        super().__init__(LENGTH, *bad)
 
     def __getitem__(self, index: int) -> int:
         if index in self.bad:

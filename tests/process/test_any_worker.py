@@ -1,21 +1,27 @@
-"""Where any worker will do, an idle one receives the oldest task, also while the user trains."""
+"""Where any worker may make any batch: idle ones take the oldest tasks; workers may be added."""
 
+import contextlib
 import multiprocessing
 import os
+import random
 import re
 import signal
 import threading
+import time
+import warnings
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import StackDataset, Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from shmloader import DataLoader, WorkerDiedError, messages
-from shmloader.pools import process
+import shmloader.loader.dataloader as dataloader_module
+from shmloader import DataLoader, ShardedDataLoader, WorkerDiedError, messages
+from shmloader.pools import adapting, process
 from shmloader.pools import worker as program
 from shmloader.pools.status_page import FIRST_TASK, NO_TASK, RECEIVING
 from shmloader.pools.worker import _Client
-from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
+from tests.process.support import Calls, Gate, Streams, Switch, only, wait_for_end, wait_until
 
 
 def make(function, length, **options):
@@ -125,18 +131,6 @@ def test_more_tasks_than_the_kernel_takes_wait_and_are_made(in_order) -> None:
     seen = [int(batch[0]) for batch in batches]
     assert sorted(seen) == list(range(0, 300 * 400, 300))
     assert not in_order or seen == sorted(seen)
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
-    loader = make(large, 30, prefetch_factor=2, persistent_workers=True, in_order=in_order)
-    for count in (30, 3, 0, 30, 1, 12, 30):
-        batches = iter(loader)
-        seen = [int(next(batches)[0]) for _ in range(count)]
-        if count == 30:
-            assert next(batches, None) is None
-            assert sorted(seen) == list(range(30))
-        assert not in_order or seen == list(range(count))
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -266,9 +260,7 @@ ARRAYS = TensorDataset(torch.arange(20))
     ("dataset", "options", "is_queued"),
     [
         (ARRAYS, {}, True),
-        (Subset(ARRAYS, range(10)), {}, True),
         (torch.arange(20), {"shuffle": True}, True),
-        (StackDataset(a=ARRAYS), {}, True),
         (Drawn(torch.arange(20)), {}, False),
         (ARRAYS, {"worker_init_fn": set_nothing}, False),
         (ARRAYS, {"collate_fn": to_list}, False),
@@ -286,3 +278,147 @@ def test_arrays_whose_indexing_was_replaced_are_not(monkeypatch) -> None:
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: torch.rand(1))
     with DataLoader(ARRAYS, 3, num_workers=2) as loader:
         assert not iter(loader)._pool.has_queue
+
+
+def drawn(index: int) -> torch.Tensor:
+    return torch.tensor([index, random.randrange(1 << 30), int(torch.randint(1 << 30, ()))])
+
+
+def auto(length: int = 60, **options: Any) -> DataLoader:
+    return DataLoader(
+        Calls(drawn, length), batch_size=2, shuffle=True, num_workers="auto", seed=5, **options
+    )
+
+
+def contents(batches: Any) -> list[list[list[int]]]:
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.fixture(autouse=True)
+def _cores(monkeypatch) -> None:
+    """Four, whatever the machine has: two workers at first, eight at most.
+
+    Their number changes only where a test says so, or sets a shorter period.
+    """
+    monkeypatch.setattr(dataloader_module, "usable_cores", lambda _: 4)
+    monkeypatch.setattr(adapting, "PERIOD_NS", 10**12)
+
+
+@pytest.fixture
+def expected() -> list[list[list[int]]]:
+    return contents(DataLoader(Calls(drawn, 60), batch_size=2, shuffle=True, num_workers=3, seed=5))
+
+
+def workers_alive() -> int:
+    return len(multiprocessing.active_children())
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": True}])
+def test_batches_are_the_same_whatever_the_number(expected, options) -> None:
+    before = workers_alive()
+    with auto(**options) as loader:
+        assert loader.num_workers == 2
+        assert contents(loader) == expected
+        loader.set_epoch(0)
+        batches = iter(loader)
+        given = []
+        for count in (3, 5, 4, 8):
+            loader._adapter.count = count
+            given += [next(batches).tolist() for _ in range(4)]
+            assert workers_alive() - before <= 8
+        given += contents(batches)
+        assert given == expected
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_the_next_epoch_begins_with_those_that_helped(is_persistent) -> None:
+    before = workers_alive()
+    with auto(100_000, persistent_workers=is_persistent) as loader:
+        batches = iter(loader)
+        for wanted, present in ((5, 5), (4, 5)):
+            loader._adapter.count = wanted
+
+            def has_so_many(wanted: int = wanted, present: int = present) -> bool:
+                next(batches)
+                counts = loader.num_workers, loader.stats().num_workers, workers_alive() - before
+                return counts == (wanted, present, present)
+
+            wait_until(has_so_many)
+        batches = None
+        batches = iter(loader)
+        next(batches)
+        kept = 5 if is_persistent else 4
+        assert (workers_alive() - before, loader.num_workers) == (kept, kept)
+        assert loader.stats().restarts == 0
+
+
+def test_it_goes_up_for_slow_samples_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(adapting, "PERIOD_NS", 40_000_000)
+
+    def slow(index: int) -> int:
+        time.sleep(0.02)
+        return index
+
+    with DataLoader(Calls(slow, 100_000), num_workers="auto", seed=0) as loader:
+        batches = iter(loader)
+        given = []
+
+        def has_more() -> bool:
+            given.append(int(next(batches)))
+            return loader.num_workers > 2
+
+        wait_until(has_more, 30)
+        assert loader.stats().num_workers == loader.num_workers
+        assert given == list(range(len(given)))
+
+
+def test_a_number_that_it_has_found_is_not_warned_of(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with auto(persistent_workers=True) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iter(loader)
+
+
+@pytest.mark.parametrize("step_s", [0, 0.005])
+def test_it_finds_about_as_many_as_help(monkeypatch, step_s) -> None:
+    """One sample at a time is loaded, or two suffice: more workers make nothing faster."""
+    monkeypatch.setattr(adapting, "PERIOD_NS", 100_000_000)
+    lock = multiprocessing.get_context("fork").Lock()
+
+    def sample(index: int) -> int:
+        with lock if not step_s else contextlib.nullcontext():
+            time.sleep(0.005)
+        return index
+
+    with DataLoader(Calls(sample, 400), num_workers="auto", seed=0) as loader:
+        for _ in loader:
+            time.sleep(step_s)
+        assert loader.num_workers <= 3
+
+
+def test_a_warning_where_content_may_depend_on_the_worker() -> None:
+    with pytest.warns(UserWarning, match="num_workers='auto' lets any idle worker") as found:
+        DataLoader(Calls(drawn, 4), num_workers="auto")
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(Calls(drawn, 4), num_workers="auto", seed=1)
+        DataLoader(torch.arange(4), num_workers="auto")
+        ShardedDataLoader(torch.arange(4), 1, num_workers="auto")
+
+
+def test_a_sharded_loader_takes_it() -> None:
+    loader = ShardedDataLoader(torch.arange(40), 4, num_workers="auto")
+    with loader:
+        batches = iter(loader)
+        next(batches)
+        loader._adapter.count = 5
+        assert len(list(batches)) == 9
+
+
+def test_what_it_is_not_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers='auto' needs a map-style dataset"):
+        DataLoader(Streams(lambda: iter(())), num_workers="auto")
+    with pytest.raises(ValueError, match="num_workers='auto' cannot be combined with thread_pool"):
+        DataLoader([1], num_workers="auto", thread_pool=True)
