@@ -95,16 +95,20 @@ def build(source, parts, last=0, **options):
     return builder.add_sink(2).build(num_threads=2, max_failures=1000)
 
 
+def state_after(pipeline, count):
+    """The first items of an epoch that is left after them, and the state then."""
+    items = iter(pipeline)
+    taken = [next(items) for _ in range(count)]
+    return taken, json.loads(json.dumps(pipeline.state_dict()))
+
+
 def resumed_at_each_item(make, count):
     """What a pipeline gives, and what two of them give together, one after so many items."""
     whole = list(make())
     places = range(len(whole) + 1) if count is None else count
     for place in places:
         first = make()
-        items = iter(first)
-        taken = [next(items) for _ in range(min(place, len(whole)))]
-        state = json.loads(json.dumps(first.state_dict()))
-        del items
+        taken, state = state_after(first, min(place, len(whole)))
         assert first.state_dict() == state
         second = make()
         second.load_state_dict(state)
@@ -165,28 +169,20 @@ def test_an_iterator_as_source_can_be_resumed_though_it_was_used():
             return self.position - 1
 
     pipeline = chain(Once(6))
-    items = iter(pipeline)
-    assert [next(items), next(items)] == [0, 1]
-    state = pipeline.state_dict()
-    items = None
+    taken, state = state_after(pipeline, 2)
+    assert taken == [0, 1]
     pipeline.load_state_dict(state)
     assert list(pipeline) == [2, 3, 4, 5]
 
 
 def test_a_state_is_taken_after_every_so_many_items_and_the_others_are_read_again():
     source = Counter(50)
-    builder = PipelineBuilder().add_source(source, snapshot_every_n_steps=10)
-    pipeline = builder.add_sink(2).build()
-    items = iter(pipeline)
-    for _ in range(25):
-        last = next(items)
-    state = pipeline.state_dict()
+    taken, state = state_after(build(source, [], snapshot_every_n_steps=10), 25)
     assert (state["source"]["position"], state["read"]) == (20, 5)
-    del items
     assert source.states < 8
-    again = PipelineBuilder().add_source(Counter(50), snapshot_every_n_steps=10).add_sink().build()
+    again = build(Counter(50), [], snapshot_every_n_steps=10)
     again.load_state_dict(state)
-    assert next(iter(again)) == last + 1
+    assert next(iter(again)) == taken[-1] + 1
 
 
 def test_a_loader_is_a_source_with_a_state():
@@ -312,24 +308,17 @@ def test_a_state_of_another_pipeline_is_told(make, words):
 
 
 def test_a_source_with_fewer_items_than_before_is_told():
-    builder = PipelineBuilder().add_source(Counter(9), snapshot_every_n_steps=0)
-    pipeline = builder.add_sink().build()
-    items = iter(pipeline)
-    assert [next(items) for _ in range(5)] == list(range(5))
-    state = pipeline.state_dict()
-    del items
-    other = PipelineBuilder().add_source(Counter(3), snapshot_every_n_steps=0).add_sink().build()
+    pipeline = build(Counter(9), [], snapshot_every_n_steps=0)
+    taken, state = state_after(pipeline, 5)
+    assert taken == list(range(5))
+    other = build(Counter(3), [], snapshot_every_n_steps=0)
     other.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"yielded 3 items .* but 5 were read"):
         list(other)
 
 
 def test_the_concurrency_may_change():
-    first = build(range(20), ["function", "lists"])
-    items = iter(first)
-    taken = [next(items) for _ in range(7)]
-    state = first.state_dict()
-    del items
+    taken, state = state_after(build(range(20), ["function", "lists"]), 7)
     builder = PipelineBuilder().add_source(range(20)).pipe(add_one, name="other")
     second = builder.aggregate(3).disaggregate().add_sink(9).build()
     second.load_state_dict(state)

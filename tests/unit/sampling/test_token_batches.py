@@ -301,31 +301,6 @@ def test_a_state_is_small_and_of_another_plan_an_error():
         loader.load_state_dict(state)
 
 
-LOADERS = {
-    "plain": lambda: DataLoader(NUMBERS, batch_sampler=plan(), collate_fn=list),
-    "seeded": lambda: DataLoader(NUMBERS, batch_sampler=plan(), collate_fn=list, seed=5),
-    "rank": lambda: ranks_of(3)[1],
-    "torch-style rank": lambda: DataLoader(
-        NUMBERS,
-        batch_sampler=ShardedSampler(plan(), rank=1, world_size=3),
-        collate_fn=list,
-    ),
-}
-
-
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-@pytest.mark.parametrize("stop", [1, 38, 60])
-def test_a_loader_goes_on_with_the_batches_that_are_left(make, stop):
-    loader, other = make(), make()
-    whole = list(make())
-    iterator = iter(loader)
-    assert [next(iterator) for _ in range(stop)] == whole[:stop]
-    state = json.loads(json.dumps(loader.state_dict()))
-    other.load_state_dict(state)
-    assert list(other) == list(iterator) == whole[stop:]
-    assert list(other) == list(loader)
-
-
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_position_after_the_end_is_an_error_with_the_count(seed):
     loader = DataLoader(NUMBERS, batch_sampler=plan(), collate_fn=list, seed=seed)
