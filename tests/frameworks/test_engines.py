@@ -1,4 +1,4 @@
-"""Which engine runs under each framework, and whether its batches are torch's."""
+"""Which engine runs under each framework, whether its batches are torch's, and the page of it."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
+from tests.docs.test_blocks import ROOT, blocks_of, run_pasted
 from tests.frameworks.scenarios import SCENARIOS, Seen
 from tests.frameworks.support import assert_equal, engines, seed_everything
 
@@ -15,7 +16,12 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 WORKERS = [0, 2]
 
-PAGE = Path(__file__).parents[2] / "docs/howto/frameworks.md"
+PAGE = ROOT / "docs" / "howto" / "frameworks.md"
+BLOCKS = [
+    pytest.param(block, id=block.name)
+    for block in blocks_of(PAGE)
+    if "shmloader.integrations" in block.code
+]
 BEGIN, END = "<!-- table: tests/frameworks/test_engines.py -->", "<!-- end of the table -->"
 
 
@@ -75,3 +81,12 @@ def test_the_table_in_the_documentation_is_what_was_found(found):
     assert committed.strip() == table(found), (
         "run make test-frameworks with SHMLOADER_WRITE_TABLE=1"
     )
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_blocks_of_the_page_run_as_pasted(block, tmp_path, monkeypatch):
+    run_pasted([block], tmp_path, monkeypatch)
+
+
+def test_the_page_has_blocks_for_frameworks():
+    assert len(BLOCKS) >= 3

@@ -46,7 +46,7 @@ from shmloader.threads import all_parked
 from tests.pools.calling import CallingPool
 from tests.pools.scripted import next_of
 from tests.process.bytecodes import Preempted, interrupt
-from tests.process.support import Bad, Calls, Gate, wait_until
+from tests.process.support import Bad, Calls, Gate, in_thread, wait_until
 
 WINDOW, LENT = 6, 2
 PLAN = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
@@ -343,16 +343,14 @@ def test_a_wait_is_over_after_its_time(kind) -> None:
 def test_a_wake_ends_a_wait_now_or_the_next(kind, before) -> None:
     with opened(kind, squared) as (pool, told):
         pool.enable_wake()
-        wake = threading.Thread(
-            target=lambda: (before or wait_until(lambda: pool.is_waiting), pool.wake())
-        )
-        wake.start()
-        if before:
-            wake.join()
-        began = time.monotonic()
-        assert not pool.wait(60, told)
-        assert time.monotonic() - began < 20
-        wake.join()
+        with in_thread(
+            lambda: (before or wait_until(lambda: pool.is_waiting), pool.wake())
+        ) as wake:
+            if before:
+                wake.join()
+            began = time.monotonic()
+            assert not pool.wait(60, told)
+            assert time.monotonic() - began < 20
 
 
 def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> None:
@@ -413,11 +411,8 @@ def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
             wait_until(lambda: pool.is_waiting)
             signal.pthread_kill(main, signal.SIGINT)
 
-        thread = threading.Thread(target=press)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with in_thread(press), pytest.raises(KeyboardInterrupt):
             wait_until(lambda: pool.wait(60, told))
-        thread.join()
         assert pool.is_waiting
         told.send(*range(3))
         told.take_all(3)
@@ -467,11 +462,8 @@ def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
     told = Told(pool, 1)
     told.send(*range(WINDOW))
     wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
-    closer = threading.Thread(target=pool.close)
-    closer.start()
-    gate.open()  # one of them
-    closer.join(30)
-    assert not closer.is_alive()
+    with in_thread(pool.close):
+        gate.open()  # one of them
     CONFIGS.clear()
 
 

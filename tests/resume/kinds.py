@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader.sampling import ShardedSampler, TokenBatches
+
+#: Whether ``make test-all`` runs all cells, and not a part of them.
+IS_WHOLE = os.environ.get("SHMLOADER_TEST_ALL", "") == "1"
 
 LENGTH = 41
 BATCH = 4

@@ -18,6 +18,7 @@ import torch
 import shmloader
 from tests.parity.compare import seed_everything
 from tests.process.support import Deaths
+from tests.resume.kinds import IS_WHOLE
 from tests.resume.random_streams import KINDS, LENGTH, SOURCES, Shuffled, drawing_collate
 
 BATCH = 2
@@ -146,8 +147,8 @@ def check(cell: Cell, method: str = "fork") -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_random_stream_goes_on_exactly_where_it_stopped(kind, whole):
-    chosen = [cell for cell in CELLS if cell.kind == kind and (whole or cell.is_chosen(20))]
+def test_a_random_stream_goes_on_exactly_where_it_stopped(kind):
+    chosen = [cell for cell in CELLS if cell.kind == kind and (IS_WHOLE or cell.is_chosen(20))]
     assert chosen
     for cell in chosen:
         check(cell)

@@ -7,19 +7,18 @@ for the second and the third stop. ``make test`` runs a few cells, ``make test-f
 
 import functools
 import itertools
-import os
 import random
 
 import pytest
 
 from shmloader.streams import Shards, mix
 from shmloader.streams.formats import between
+from tests.resume.kinds import IS_WHOLE
 from tests.streams.support import run_ranks
 
 COUNTS = (1, 2, 5, 8)
 PLACES = list(itertools.product(COUNTS, COUNTS))  # workers, ranks
 CELLS = list(itertools.product(PLACES, PLACES))  # before, after
-IS_WHOLE = os.environ.get("SHMLOADER_TEST_ALL", "") == "1"
 READERS = 64
 
 
