@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from tests.process.support import Calls, descriptor_count, run_program
@@ -101,17 +100,8 @@ def test_very_many_slots_fit_the_address_space() -> None:
     assert [float(batch.mean()) for batch in loader] == list(range(300))
 
 
-class Images(Dataset):
-    image = torch.zeros(3, 32, 32)
-
-    def __len__(self) -> int:
-        return 64 * 60
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.image, index
-
-
-CASES = {"ints": (range(60), 1, 25), "images": (Images(), 64, 27)}
+IMAGES = Calls(lambda index: (torch.zeros(3, 32, 32), index), 64 * 60)
+CASES = {"ints": (range(60), 1, 25), "images": (IMAGES, 64, 27)}
 
 
 @pytest.mark.parametrize(("dataset", "batch_size", "most"), CASES.values(), ids=CASES)

@@ -174,16 +174,12 @@ def test_samples_of_several_shapes_are_named(place, options):
         assert text.endswith(f"\nRuntimeError: {said}\n")
 
 
-def of_dtypes(*dtypes: torch.dtype) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    return [(torch.zeros(2), {"x": torch.zeros(2, dtype=dtype)}) for dtype in dtypes]
-
-
 #: torch's errors in a worker.
 CAST = "TypeError: torch.cat(): input types can't be cast to the desired output type "
 GRAD = "RuntimeError: stack(): functions with out=... arguments don't support automatic "
 FOR_WORKERS: dict[str, tuple[list[Any], str, str]] = {
     "dtypes": (
-        of_dtypes(torch.int64, torch.float32, torch.int64, torch.float32),
+        [(1, {"x": torch.zeros(2, dtype=dtype)}) for dtype in (torch.int64, torch.float32) * 2],
         CAST,
         "sample[1]['x'] is an int64 Tensor of shape [2] for index 0; a float32 Tensor of",
     ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from tests.process.support import descriptor_count, run_program
+from tests.process.support import Numbers, descriptor_count, run_program
 
 LOCAL = """
 import torch, shmloader
@@ -116,21 +116,15 @@ def test_shared_things_reach_a_worker(method, collate) -> None:
     data.queue.close()
 
 
-class Unpicklable:
-    def __init__(self) -> None:
-        self.parts = [1, {"lock": threading.Lock()}]
-
-    def __len__(self) -> int:
-        return 5
-
-
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.filterwarnings("ignore:.*pickle")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(method) -> None:
     before, children = descriptor_count(), psutil.Process().children()
+    dataset = Numbers(5)
+    dataset.parts = [1, {"lock": threading.Lock()}]
     with pytest.raises(TypeError) as caught:
-        iter(DataLoader(Unpicklable(), num_workers=1, multiprocessing_context=method))
+        iter(DataLoader(dataset, num_workers=1, multiprocessing_context=method))
     said = str(caught.value)
     assert said.startswith("cannot pickle '_thread.lock' object\ndataset.parts (of type list) ")
     assert f"sent to worker processes that are started by '{method}'. Open it in the worker" in said

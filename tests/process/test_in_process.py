@@ -8,6 +8,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import ClosedLoaderError, DataLoader
+from tests.process.support import Numbers
 
 
 class Stream(IterableDataset):
@@ -21,15 +22,10 @@ class Stream(IterableDataset):
             self.has_ended = True
 
 
-class Stateful(Dataset):
+class Stateful(Numbers):
     def __init__(self, order: list[int]) -> None:
+        super().__init__(len(order))
         self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order}
