@@ -100,25 +100,6 @@ def test_odd_archives_are_read_as_webdataset_reads_them(tmp_path, name, ending):
     assert list(open_tar(path)) == by_webdataset(plain)
 
 
-def test_a_size_in_bytes_is_read(tmp_path):
-    data = bytearray(tar_bytes([("a.jpg", b"1234"), ("b.jpg", b"5")]))
-    data[124:136] = b"\x80" + (4).to_bytes(11, "big")
-    data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
-    path = str(tmp_path / "a.tar")
-    write(path, bytes(data))
-    assert list(open_tar(path)) == by_webdataset(path)
-    assert list(open_tar.read(path, [1])) == [{"__key__": "b", "jpg": b"5"}]
-
-
-def test_a_checksum_of_signed_bytes_is_read(tmp_path):
-    data = bytearray(tar_bytes([("é.jpg", b"1234")], format=tarfile.GNU_FORMAT))
-    rest = data[:148] + data[156:512]
-    data[148:156] = b"%06o\0 " % (sum(rest) + 8 * 32 - 256 * sum(byte > 127 for byte in rest))
-    path = str(tmp_path / "a.tar")
-    write(path, bytes(data))
-    assert list(open_tar(path)) == by_webdataset(path) == [{"__key__": "é", "jpg": b"1234"}]
-
-
 THREE = [("a.jpg", b"1" * 600), ("b.jpg", b"2" * 600), ("c.jpg", b"3" * 600)]
 
 

@@ -21,6 +21,16 @@ class Gate:
         self._reached.release()
         assert self._open.wait(3 * SOON_S)
 
+    def at(self, held: int) -> Callable[[int], int]:
+        """Return an op that passes through for one number."""
+
+        def op(number: int) -> int:
+            if number == held:
+                self.pass_through()
+            return number
+
+        return op
+
     def wait_until_reached(self, times: int = 1) -> None:
         for _ in range(times):
             assert self._reached.acquire(timeout=SOON_S)

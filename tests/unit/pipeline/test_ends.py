@@ -102,13 +102,7 @@ def test_a_pipeline_may_be_garbage_while_an_op_is_stuck():
 
 def test_a_break_ends_at_once_and_the_next_epoch_has_threads_of_its_own():
     gate = Gate()
-
-    def op(number):
-        if number == 1 and not gate._open.is_set():
-            gate.pass_through()
-        return number
-
-    pipeline = chain(range(4), op, num_threads=1)
+    pipeline = chain(range(4), gate.at(1), num_threads=1)
     with pipeline.auto_stop():
         start = time.monotonic()
         for number in pipeline:

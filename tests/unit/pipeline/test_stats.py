@@ -114,13 +114,7 @@ def test_statistics_are_those_of_the_newest_epoch_and_stay_after_stop():
 
 def test_a_stage_that_is_stuck_shows_while_it_is():
     gate = Gate()
-
-    def op(number):
-        if number == 1:
-            gate.pass_through()
-        return number
-
-    pipeline = chain(range(9), same, op, timeout=0.3)
+    pipeline = chain(range(9), same, gate.at(1), timeout=0.3)
     with pipeline.auto_stop():
         items = iter(pipeline)
         assert next(items) == 0

@@ -1,5 +1,6 @@
-"""The tables, the record, the time limit and the chart of the comparison with other loaders."""
+"""The programs of benchmarks: the comparison with other loaders, and what ``make gpu`` shows."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -8,8 +9,23 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.process.support import wait_for_end
+
+ROOT = Path(__file__).parents[3]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Return a function that imports a module of benchmarks/, for this test alone."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -180,8 +196,6 @@ def test_what_an_end_brings_forth_before_the_reason_hides_nothing(fresh, tmp_pat
 
 # The chart of the README shows what RESULTS.md says, and a row that we lose --------------------
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture
 def chart(program):
@@ -220,3 +234,98 @@ def test_the_chart_is_drawn_as_svg(chart, tmp_path):
     code = "import chart, sys; chart.draw(chart.RESULTS.read_text(), chart.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, picture], cwd=ROOT / "benchmarks", check=True)
     assert "<svg" in picture.read_text()
+
+
+# What `make gpu` makes of its steps: verdicts, the check of batches, limits of time ------------
+
+
+@pytest.fixture
+def device(program):
+    return program("device")
+
+
+@pytest.fixture
+def gpu(program):
+    return program("gpu")
+
+
+def found_with(device, *, ours=100.0, ceiling=100.0, torchs=20.0, idle=0.01, wrong=0):
+    """What a benchmark found, with the same figures for all workloads."""
+    rates = {"shmloader": ours, "ceiling": ceiling, "torch": torchs}
+    # The first epoch, in which workers start, is not to count.
+    return {
+        "runs": [
+            {
+                **run._asdict(),
+                "wrong": wrong,
+                "epochs": [
+                    {"batches/s": 1.0, "idle": 1.0},
+                    {"batches/s": rates[run.loader], "idle": idle},
+                ],
+            }
+            for run in device.runs_of(smallest=False)
+        ]
+    }
+
+
+def probed_with(ratio):
+    row = {"KiB": 39_424, "registered": 50.0 * ratio, "pinned": 50.0, "pageable": 9.0}
+    small = {"KiB": 64, "registered": 1.0, "pinned": 50.0, "pageable": 9.0}
+    return {"bandwidth, GB/s": [small, row]}
+
+
+CONTENT, COPIES, LOADER, IDLE, SPEED = 0, 1, 2, 3, 6
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(
+    ("goal", "change", "ratio", "verdict"),
+    [
+        (CONTENT, {}, 1.0, "reached"),
+        (CONTENT, {"wrong": 1}, 1.0, "missed"),
+        (COPIES, {}, 0.95, "reached"),
+        (COPIES, {}, 0.94, "missed"),
+        (LOADER, {"ours": 95.0}, 1.0, "reached"),
+        (LOADER, {"ours": 94.0}, 1.0, "missed"),
+        (IDLE, {"idle": 0.02}, 1.0, "reached"),
+        (IDLE, {"idle": 0.021}, 1.0, "missed"),
+        (IDLE, {"idle": None}, 1.0, "not measured"),
+        (SPEED, {"ours": 60.0}, 1.0, "reached"),
+        (SPEED, {"ours": 59.0}, 1.0, "missed"),
+        (SPEED, {"ours": 59.0, "ceiling": 59.0}, 1.0, "does not apply"),
+    ],
+)
+def test_a_goal_is_judged_by_the_epochs_after_the_first(device, goal, change, ratio, verdict):
+    goals = device.judge(found_with(device, **change), probed_with(ratio))
+    assert goals[goal].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda batches: batches, 0),
+        (lambda batches: [*batches[:2], batches[2] + 1, *batches[3:]], 1),
+        (lambda batches: [batches[1], batches[0], *batches[2:]], 2),
+        (lambda batches: batches[:-1], 1),
+        (lambda batches: [*batches, batches[0]], 1),
+    ],
+)
+@pytest.mark.usefixtures("late")
+def test_each_batch_that_is_wrong_or_missing_or_too_much_is_counted(program, device, change, wrong):
+    accelerator = program("_accelerator").Accelerator(torch.device("late:0"))
+    data = device.Resident("image", device.Shape((3, 4, 4), 8, 6, 1, 8), 1.0)
+    steps = device.Steps(accelerator, 0, 8, data.checksums())
+    for batch in change([data.batch(number) for number in range(data.batches)]):
+        steps.run(batch.to("late"))
+    assert steps.wrong_count() == wrong
+
+
+def test_a_step_that_fails_is_on_the_page_with_its_last_line(gpu, tmp_path):
+    failure = gpu.run_step(
+        [sys.executable, "-c", "raise SystemExit('no memory')"], 20, tmp_path / "log"
+    )
+    assert failure == "exit code 1: no memory"
+    steps = {name: {"failure": failure} for name in ("probe", "tests", "benchmark")}
+    page = gpu.page_of(json.loads(json.dumps({"machine": {}, **steps})))
+    assert page.count("**Failed**: exit code 1: no memory") == 3
+    assert "device: unknown" in page
