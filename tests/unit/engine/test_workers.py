@@ -89,8 +89,9 @@ def test_a_worker_is_told_by_its_process_or_as_a_thread():
     assert describe_loading(ticket, None) == f"Worker thread 3 {told}"
 
 
-STACK = """  File "/data/set.py", line 7 in decode
-  File "/data/set.py", line 3 in __getitem__
+USERS = """  File "/data/set.py", line 7 in decode
+  File "/data/set.py", line 3 in __getitem__"""
+STACK = f"""{USERS}
   File "/lib/shmloader/batch/maker.py", line 120 in make
   File "/lib/shmloader/pools/batch_server.py", line 300 in _make"""
 
@@ -105,34 +106,24 @@ INIT_STACK = """  File "/data/set.py", line 9 in connect
         (
             AtWork(Phase.LOADING, 0, 41, 4.81, STACK),
             Ticket(41, 3, 0, [7]),
-            (
-                "Worker 3 (pid 812) has been loading batch 41 (index 7) for 4.8 s, the innermost "
-                'call first:\n  File "/data/set.py", line 7 in decode\n'
-                '  File "/data/set.py", line 3 in __getitem__'
-            ),
+            f"loading batch 41 (index 7) for 4.8 s, the innermost call first:\n{USERS}",
         ),
         (
             AtWork(Phase.LOADING, 0, 41, 4.81, INIT_STACK),
             None,
-            (
-                "Worker 3 (pid 812) has been loading batch 41 for 4.8 s, the innermost call "
-                'first:\n  File "/data/set.py", line 9 in connect'
-            ),
+            f"loading batch 41 for 4.8 s, the innermost call first:\n{INIT_STACK.splitlines()[0]}",
         ),
         (
             AtWork(Phase.LOADING, 0, 41, 4.81, is_stopped=True),
             None,
-            (
-                "Worker 3 (pid 812) has been loading batch 41 for 4.8 s; the process is stopped "
-                "(SIGSTOP)."
-            ),
+            "loading batch 41 for 4.8 s; the process is stopped (SIGSTOP).",
         ),
-        (AtWork(Phase.IDLE, 0, 0, 2, STACK), None, "Worker 3 (pid 812) has been idle for 2.0 s."),
-        (AtWork(Phase.STARTING, 0, 0, 2), None, "Worker 3 (pid 812) has been starting for 2.0 s."),
+        (AtWork(Phase.IDLE, 0, 0, 2, STACK), None, "idle for 2.0 s."),
+        (AtWork(Phase.STARTING, 0, 0, 2), None, "starting for 2.0 s."),
     ],
 )
 def test_what_a_worker_is_at(at_work, ticket, text):
-    assert describe_work(3, 812, at_work, ticket) == text
+    assert describe_work(3, 812, at_work, ticket) == f"Worker 3 (pid 812) has been {text}"
 
 
 @pytest.mark.parametrize(("unfinished", "again"), [([5, 7], "5, 7"), ([], "none")])
@@ -205,10 +196,8 @@ def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
     scheduler = Scheduler(1, 1, 0, in_order=True, has_queue=True)
     ticket = scheduler.offer([0])
     assert end_hanging(pool, scheduler, TIMEOUT_S) == TIMEOUT_S
-    assert ticket.hung[0] == (
-        "Worker 0 (pid 812) was killed in it, the innermost call first:\n"
-        '  File "/data/set.py", line 7 in decode\n  File "/data/set.py", line 3 in __getitem__'
-    )
+    killed = "Worker 0 (pid 812) was killed in it, the innermost call first:"
+    assert ticket.hung[0] == f"{killed}\n{USERS}"
 
 
 def at_sample(sample: int, *, seq: int = 0, left_s: float) -> AtWork:

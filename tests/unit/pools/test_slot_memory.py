@@ -19,7 +19,7 @@ from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.task_queue import TaskQueue
-from tests.unit.memory.support import MIB, exit_code_of_a_child, resident_bytes
+from tests.unit.memory.support import MIB, resident_bytes
 
 
 class Admission:
@@ -107,12 +107,6 @@ def test_a_batch_that_is_kept_after_the_end_keeps_no_other_slot_s_memory(memory)
     assert os.fstat(fd).st_blocks * 512 == MIB
     assert view.sum() == MIB
     os.close(fd)
-
-
-def test_a_forked_child_that_closes_the_slots_takes_no_memory_from_its_parent(memory):
-    fill(memory, 0, 1000)
-    assert exit_code_of_a_child(memory.close) == 0
-    assert memory.mapped(0).memory[:1000] == b"\1" * 1000
 
 
 def test_memory_that_this_process_writes_is_admitted_only_beyond_what_was_touched():
