@@ -25,8 +25,8 @@ def reseed(transform: Own, seed: int) -> None:
 
 
 class Samples:
-    def __init__(self) -> None:
-        self.transform = pickle.loads(pickle.dumps(SeededTransform(Own(), reseed)))
+    def __init__(self, transform: object) -> None:
+        self.transform = pickle.loads(pickle.dumps(transform))
 
     def __len__(self) -> int:
         return 8
@@ -36,7 +36,8 @@ class Samples:
 
 
 def run(**options) -> list[float]:
-    loader = shmloader.DataLoader(Samples(), batch_size=2, **options)
+    samples = Samples(SeededTransform(Own(), reseed))
+    loader = shmloader.DataLoader(samples, batch_size=2, **options)
     return [value for batch in loader for value in batch.tolist()]
 
 
@@ -64,8 +65,7 @@ class OfMonai(Own):
 @pytest.mark.parametrize("kind", [OfAlbumentations, OfMonai])
 def test_transforms_are_seeded_by_their_own_methods(kind):
     def draw(seed: int) -> list[float]:
-        samples = Samples()
-        samples.transform = pickle.loads(pickle.dumps(seeded(kind())))
+        samples = Samples(seeded(kind()))
         return [float(x) for x in shmloader.DataLoader(samples, batch_size=None, seed=seed)]
 
     assert draw(1) == draw(1) != draw(2)
