@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from shmloader import ClosedLoaderError, DataLoader, PipelineBuilder
 from tests.late import switched_on, to_host
@@ -31,12 +31,8 @@ ITEMS = 8
 SOON_S = 20.0
 
 
-class Numbers(Dataset):
-    def __len__(self) -> int:
-        return 2 * BATCHES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
+def numbers() -> Calls:
+    return Calls(torch.tensor, 2 * BATCHES)
 
 
 class Counted(IterableDataset):
@@ -96,7 +92,7 @@ class Mode:
     """
 
     options: dict[str, Any]
-    dataset: Callable[[], Any] = Numbers
+    dataset: Callable[[], Any] = numbers
     around: Callable[[], Any] = on_the_host
     has_order: bool = True
     stride: int = 17
@@ -304,9 +300,10 @@ def handler_that_raises(kind: type[BaseException] = Preempted) -> Iterator[None]
         signal.signal(signal.SIGUSR1, before)
 
 
-class Signalled(Numbers):
-    def __init__(self, index: int) -> None:
-        self.index = index
+class Signalled(Calls):
+    """The signal comes once, at one index."""
+
+    index = 5
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == self.index:
@@ -320,7 +317,7 @@ class Signalled(Numbers):
 def test_in_the_midst_of_a_sample_in_this_process_it_arrives_and_the_batch_is_not_given(
     kind, options
 ) -> None:
-    loader = DataLoader(Signalled(5), 2, **options)
+    loader = DataLoader(Signalled(torch.tensor, 2 * BATCHES), 2, **options)
     batches = iter(loader)
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with handler_that_raises(kind), pytest.raises(kind):
@@ -356,7 +353,7 @@ class SignalledSampler:
 )
 def test_a_sampler_that_a_handler_ends_is_told_as_such(options) -> None:
     sampler = SignalledSampler()
-    loader = DataLoader(Numbers(), 2, sampler=sampler, **options)
+    loader = DataLoader(numbers(), 2, sampler=sampler, **options)
     given = []
     with loader, handler_that_raises():
         batches = iter(loader)
@@ -366,7 +363,7 @@ def test_a_sampler_that_a_handler_ends_is_told_as_such(options) -> None:
         with pytest.raises(ClosedLoaderError, match="from outside, interrupted"):
             next(batches)
         state = loader.state_dict()
-    resumed = DataLoader(Numbers(), 2, sampler=sampler)
+    resumed = DataLoader(numbers(), 2, sampler=sampler)
     resumed.load_state_dict(state)
     assert given + [batch.tolist() for batch in resumed] == [
         [first, first + 1] for first in range(0, 2 * BATCHES, 2)

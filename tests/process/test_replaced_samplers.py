@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SubsetRandomSampler
 
 from shmloader import DataLoader, ShardedDataLoader
+from tests.process.loader_classes import Endlessly
 from tests.process.support import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:executor= lets any idle worker:UserWarning")
@@ -38,15 +39,6 @@ def workers(request) -> Iterator[dict[str, Any]]:
     context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
         yield {**WORKERS["executor"], "executor": executor}
-
-
-class Repeat:
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self.sampler
 
 
 class Own:
@@ -132,7 +124,7 @@ def test_each_pass_of_an_endless_seeded_order_is_that_of_a_further_epoch():
     expected = [values(plain) for _ in range(3)]
     assert len({str(epoch) for epoch in expected}) == 3
     loader = DataLoader(Numbers(LENGTH), 4, shuffle=True, seed=3)
-    put_by_setattr(loader, "batch_sampler", Repeat(loader.batch_sampler))
+    put_by_setattr(loader, "batch_sampler", Endlessly(loader.batch_sampler))
     iterator = iter(loader)
     got = [next(iterator).tolist() for _ in range(9)]
     assert got == [*expected[0], *expected[1], *expected[2]]
@@ -155,7 +147,7 @@ def test_a_dataset_put_in_is_loaded_in_the_order_of_the_sampler(workers, seed):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda loader: Repeat(loader.batch_sampler),
+        lambda loader: Endlessly(loader.batch_sampler),
         lambda _: [[1, 2, 3, 4]],
         lambda _: BatchSampler(range(LENGTH), 3, drop_last=False),
         lambda _: BatchSampler(SubsetRandomSampler(range(LENGTH)), 4, drop_last=False),
@@ -174,7 +166,7 @@ def test_a_state_of_the_old_order_does_not_load_into_the_new_one(seed, make):
     loader.load_state_dict(loader.state_dict())
 
 
-@pytest.mark.parametrize("make", [list, Repeat, lambda batches: Own(*batches)])
+@pytest.mark.parametrize("make", [list, Endlessly, lambda batches: Own(*batches)])
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_sampler_that_differs_by_its_content_alone_is_told_by_the_first_batch(make, seed, ahead):

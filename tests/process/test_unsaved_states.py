@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from shmloader import DataLoader
-from tests.process.support import Deaths
+from tests.process.support import Deaths, Numbers
 
 WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -65,14 +65,10 @@ KINDS = [Stub, Unpicklable, Stops, Everything, ClosedOver]
 
 
 def samples_of(kind: type) -> Any:
-    class Samples(kind, Dataset):
-        def __len__(self) -> int:
-            return 8
+    class Samples(kind, Numbers):
+        pass
 
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    return {"dataset": Samples(), "batch_size": 2}
+    return {"dataset": Samples(8), "batch_size": 2}
 
 
 def stream_of(kind: type) -> Any:

@@ -1,8 +1,8 @@
 """``worker_scope="host"``: what a signal handler raises, at any instruction, loses nothing."""
 
-import collections
 import functools
 import gc
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from shmloader import ClosedLoaderError
 from shmloader.process_state import PROCESS
 from tests.process.bytecodes import KINDS, PACKAGE, Outcome, interrupt
 from tests.process.host_loaders import contents, expected, has_ended, loader, owner_of, pids
-from tests.process.ranks import LONG_S
+from tests.process.ranks import LONG_S, Rank
 from tests.process.support import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -47,6 +47,13 @@ def try_all(trial: Callable[[int, type[BaseException]], Outcome], places: int = 
             outcome = trial(nth, kind)
             assert outcome.where is None or outcome.has_arrived(kind), outcome
     return count
+
+
+def result_of(rank: Rank) -> int:
+    found = rank.result(TRIALS_S)
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def begin(one: Any) -> Any:
@@ -96,11 +103,7 @@ def test_while_a_rank_starts_the_owner_and_ends_it(run):
 
         return try_all(trial, places=4)
 
-    rank = run.start(trials, 0, 1)
-    found = rank.result(TRIALS_S)
-    if isinstance(found, BaseException):
-        raise found
-    assert found > PLACES
+    assert result_of(run.start(trials, 0, 1)) > PLACES
 
 
 KEPT: list[Any] = []
@@ -119,24 +122,29 @@ def keep_pool() -> int:
     return owner_of(one)
 
 
-def with_other(run: Any, trials: Callable[[int], int]) -> int:
+def with_other(run: Any, trial: Callable[..., Outcome]) -> int:
     """Run trials in rank 1 of 2, while rank 0 keeps the pool that it has begun.
 
     Args:
         run: The run.
-        trials: Gets the owner's process id, and returns what :func:`try_all` returns.
+        trial: Gets :class:`Descriptors`, and the arguments of a trial of :func:`try_all`.
+
+    Returns:
+        What :func:`try_all` returns.
     """
     owner = run.start(keep_pool, 0).result()
-    found = run.start(functools.partial(trials, owner), 1).result(TRIALS_S)
-    if isinstance(found, BaseException):
-        raise found
-    return found
+
+    def trials() -> int:
+        return try_all(functools.partial(trial, Descriptors(owner)))
+
+    return result_of(run.start(trials, 1))
 
 
 class Descriptors:
     """How many descriptors this process and the owner have open, which is to be as at first."""
 
     def __init__(self, owner: int) -> None:
+        self.owner = owner
         self.processes = [psutil.Process(), psutil.Process(owner)]
         self.of_owner = self.count()[1]
         self.before: list[int] | None = None
@@ -159,87 +167,71 @@ class Descriptors:
 def test_while_a_rank_meets_the_owner_that_another_has_started(run, files):
     own = expected(1)[0]
 
-    def trials(owner: int) -> int:
-        descriptors = Descriptors(owner)
+    def trial(descriptors: Descriptors, nth: int, kind: type[BaseException]) -> Outcome:
+        one = rank_that_joins()
+        with warnings.catch_warnings():
+            # Python closes a socket that an interruption has lost, and warns of it.
+            warnings.simplefilter("ignore", ResourceWarning)
+            outcome = interrupt(functools.partial(begin, one), nth, kind, files)
+        assert read_all(one) == own, outcome.where
+        assert owner_of(one) == descriptors.owner
+        one.close()
+        del one
+        forget_frames(outcome.error)
+        descriptors.check(outcome.where)
+        return outcome
 
-        def trial(nth: int, kind: type[BaseException]) -> Outcome:
-            one = rank_that_joins()
-            with warnings.catch_warnings():
-                # Python closes a socket that an interruption has lost, and warns of it.
-                warnings.simplefilter("ignore", ResourceWarning)
-                outcome = interrupt(functools.partial(begin, one), nth, kind, files)
-            assert read_all(one) == own, outcome.where
-            assert owner_of(one) == owner
-            one.close()
-            del one
-            forget_frames(outcome.error)
-            descriptors.check(outcome.where)
-            return outcome
-
-        return try_all(trial)
-
-    assert with_other(run, trials) > PLACES
+    assert with_other(run, trial) > PLACES
 
 
 def test_while_a_rank_leaves_the_pool_that_another_uses(run):
     own = expected(1)[0]
 
-    def trials(owner: int) -> int:
-        descriptors = Descriptors(owner)
+    def trial(descriptors: Descriptors, nth: int, kind: type[BaseException]) -> Outcome:
+        one = rank_that_joins()
+        iterator = iter(one)
+        assert contents([next(iterator)]) == own[:1]
+        outcome = interrupt(one.close, nth, kind)
+        one.close()
+        del iterator, one
+        forget_frames(outcome.error)
+        descriptors.check(outcome.where)
+        return outcome
 
-        def trial(nth: int, kind: type[BaseException]) -> Outcome:
-            one = rank_that_joins()
-            iterator = iter(one)
-            assert contents([next(iterator)]) == own[:1]
-            outcome = interrupt(one.close, nth, kind)
-            one.close()
-            del iterator, one
-            forget_frames(outcome.error)
-            descriptors.check(outcome.where)
-            return outcome
-
-        return try_all(trial)
-
-    assert with_other(run, trials) > PLACES
+    assert with_other(run, trial) > PLACES
 
 
 def test_while_a_dead_worker_is_replaced(run):
     """The epoch goes on without a loss, or the iterator is closed and says why."""
     own = expected(1)[0]
+    became = multiprocessing.RawArray("i", 2)  # which is closed, and which goes on
 
-    def trials(owner: int) -> int:
-        became: collections.Counter[str] = collections.Counter()
+    def trial(_: Descriptors, nth: int, kind: type[BaseException]) -> Outcome:
+        one = rank_that_joins(worker_restarts=2)
+        iterator = iter(one)
+        batches = [next(iterator)]
+        victim = psutil.Process(*pids(batches))
+        victim.kill()
+        victim.wait(LONG_S)
 
-        def trial(nth: int, kind: type[BaseException]) -> Outcome:
-            one = rank_that_joins(worker_restarts=2)
-            iterator = iter(one)
-            batches = [next(iterator)]
-            victim = psutil.Process(*pids(batches))
-            victim.kill()
-            victim.wait(LONG_S)
+        def read() -> None:
+            for batch in iterator:
+                batches.append(batch)
 
-            def read() -> None:
-                for batch in iterator:
-                    batches.append(batch)
+        outcome = interrupt(read, nth, kind)
+        try:
+            batches += iterator
+        except ClosedLoaderError as error:
+            why = str(error)
+            assert kind.__name__ in why or "did not finish" in why, f"{outcome.where}: {why}"
+            became[0] += 1
+            assert contents(batches) == own[: len(batches)], outcome.where
+        else:
+            became[1] += 1
+            assert contents(batches) == own, outcome.where
+        assert read_all(one) == own, outcome.where
+        one.close()
+        return outcome
 
-            outcome = interrupt(read, nth, kind)
-            try:
-                batches += iterator
-            except ClosedLoaderError as error:
-                why = str(error)
-                assert kind.__name__ in why or "did not finish" in why, f"{outcome.where}: {why}"
-                became["is closed"] += 1
-                assert contents(batches) == own[: len(batches)], outcome.where
-            else:
-                became["goes on"] += 1
-                assert contents(batches) == own, outcome.where
-            assert read_all(one) == own, outcome.where
-            one.close()
-            return outcome
-
-        count = try_all(trial)
-        assert became["goes on"] > 1
-        assert became["is closed"] > 1
-        return count
-
-    assert with_other(run, trials) > PLACES
+    assert with_other(run, trial) > PLACES
+    assert min(became) > 1
