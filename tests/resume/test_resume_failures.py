@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 from typing import Any
@@ -14,6 +13,8 @@ from torch.utils.data import Dataset, IterableDataset
 import shmloader
 from shmloader.interruptions import probe
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
+from tests.process.bytecodes import Preempted
+from tests.process.test_interrupts import handler_that_raises
 
 
 def make(dataset: Any, batch_size: int | None = 2, workers: int = 1, **options: Any) -> Any:
@@ -254,24 +255,6 @@ def test_a_state_that_a_dataset_could_not_take_is_still_to_come(workers):
     assert rest_of(make(Where(), workers=workers), again)[0] == [6, 7]
 
 
-class Preempted(Exception):  # noqa: N818 - as a scheduler's client would name it
-    """What a signal handler raises."""
-
-
-@contextlib.contextmanager
-def handled(handler):
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def preempt(signum, frame):
-    del signum, frame  # many handlers have no use for these
-    raise Preempted
-
-
 class Interrupted(Dataset):
     def __init__(self, at: int = -1) -> None:
         self.count, self.at = 0, at
@@ -295,7 +278,7 @@ class Interrupted(Dataset):
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_in_process_the_state_of_a_dataset_is_of_what_was_delivered(on_error):
     loader = make(Interrupted(at=7), 2, 0, on_error=on_error)
-    with handled(preempt), pytest.raises(Preempted):
+    with handler_that_raises(), pytest.raises(Preempted):
         list(loader)
     state = loader.state_dict()
     assert state["position"] == 3
@@ -308,5 +291,5 @@ def test_what_a_handler_raises_where_an_attribute_is_looked_for_arrives():
         def __getattr__(self, name):
             signal.raise_signal(signal.SIGUSR1)
 
-    with handled(preempt), pytest.raises(Preempted):
+    with handler_that_raises(), pytest.raises(Preempted):
         probe(Busy(), "state_dict")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -192,24 +191,6 @@ def test_what_is_in_flight_is_not_handed_over(where):
     assert [first + resumed(shmloader.DataLoader(Squares(), 4, **options), state)] == whole(
         IN_ORDER
     )
-
-
-def test_a_batch_that_an_interruption_kept_from_the_user_is_given_after_a_resume():
-    class Interrupted(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            if index == 5:
-                raise KeyboardInterrupt
-            return index
-
-    loader = shmloader.DataLoader(Interrupted(), 2)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert loader.state_dict()["position"] == 2
 
 
 @pytest.mark.parametrize("options", [{"in_order": False}, {"seed": 3}, {"thread_pool": True}])
@@ -414,9 +395,8 @@ def test_another_loader_says_what_was_found_and_what_it_expected(saved, own, tol
 
 def test_another_number_of_ranks_fits_and_another_global_batch_does_not():
     def make(size, world_size):
-        batches = BatchSampler(SequentialSampler(range(40)), size, drop_last=False)
         return shmloader.ShardedDataLoader(
-            range(40), batch_sampler=batches, rank=0, world_size=world_size
+            Squares(), **batched(size), rank=0, world_size=world_size
         )
 
     state = make(4, 2).state_dict()
