@@ -139,15 +139,19 @@ def reader_of(stream: Stream, reader: int, epoch: int = 0) -> Reader:
     return stream.begin(Run(reader, stream.readers, epoch, Guard()))
 
 
+def made_by(reader: Reader, most: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the next batches of a reader, each with the position after it."""
+    for _ in range(most):
+        group, facts = reader.make(1)
+        if group is None:
+            return
+        yield plain(group), facts.state
+
+
 def batches_of(stream: Stream, reader: int, most: int = 100) -> list[tuple[Any, Any]]:
     """Return the batches of a reader, each with the position after it, as JSON has it."""
-    opened, found = reader_of(stream, reader), []
-    while len(found) < most:
-        group, facts = opened.make(1)
-        if group is None:
-            break
-        found.append((plain(group), json.loads(json.dumps(facts.state))))
-    return found
+    found = made_by(reader_of(stream, reader), most)
+    return [(batch, json.loads(json.dumps(state))) for batch, state in found]
 
 
 def rest_of(stream: Stream, reader: int, at: int, state: Any, first: int, most: int) -> list[Any]:
@@ -155,10 +159,4 @@ def rest_of(stream: Stream, reader: int, at: int, state: Any, first: int, most: 
     opened = reader_of(stream, reader)
     opened.go_to(at, state)  # a reader that is near would pass over batches instead
     opened.seek(Reading(0, reader, first, at, state))
-    rest = []
-    while len(rest) < most:
-        group, _ = opened.make(1)
-        if group is None:
-            break
-        rest.append(plain(group))
-    return rest
+    return [batch for batch, _ in made_by(opened, most)]

@@ -13,7 +13,7 @@ import torch.distributed
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, ShardError, TooManyFailures
-from shmloader.streams import ShardCache, Shards, Stream, mix, open_jsonl, open_tar
+from shmloader.streams import ShardCache, Shards, Stream, open_jsonl, open_tar
 from tests.streams.made_streams import MadeFormat, fail_at_times, paths
 from tests.streams.support import tar_bytes, write
 
@@ -270,13 +270,6 @@ def test_reading_that_hangs_leaves_out_a_record_or_else_the_rest_of_its_shard(
     left = [0, 1, 2, 3, 4] + [6, 7, 8, 9, 10, 11] * seeks
     assert sorted(numbers) == sorted(left * 2)
     assert [str(one.index)[:8] for one in loader.failures] == ["record 5"] * 2
-
-
-def test_a_mix_names_the_record_that_failed() -> None:
-    a = shards(shuffle_shards=False)
-    loader = loader_of(mix({a: 1, a.map(fail_at_times): 1}).batch(4, collate=ids))
-    errors = [one for one in deliveries(loader) if isinstance(one, tuple)]
-    assert any("of shard a" in error[-1] for error in errors)
 
 
 # Shards and records that cannot be read --------------------------------------------------------
