@@ -103,7 +103,6 @@ class Worker:
     Attributes:
         worker_id: Its number, from 0.
         state: Its state.
-        in_flight: Tickets it was assigned and has not answered; not counted for a pool's queue.
         has_stream: Whether its iterable dataset has not ended in this epoch; always true with a
             map-style dataset.
         checkpoint: How far its dataset has come, up to its last answer; a replacement resumes
@@ -116,7 +115,6 @@ class Worker:
 
     worker_id: int
     state: WorkerState = RUNNING
-    in_flight: int = 0
     has_stream: bool = True
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     has_left_epoch: bool = False

@@ -201,8 +201,6 @@ class Scheduler:
         ticket = self._tickets[seq] = Ticket(seq, worker_id, UNASSIGNED, indices, now_ns)
         if self._has_slots:
             ticket.slot_id = self.slots.take()
-        if worker is not None:
-            worker.in_flight += 1
         if worker is None or worker.state is RUNNING:
             self.unsent.append(ticket)
         elif worker.state is DEAD:
@@ -219,9 +217,10 @@ class Scheduler:
             return None
         worker = takers[0]
         if not self.in_order:
-            share = self._window // len(takers)
-            least = min(takers, key=attrgetter("in_flight"))
-            worker = next((one for one in takers if one.in_flight < share), least)
+            share, tickets = self._window // len(takers), self._tickets.values()
+            loads = collections.Counter(one.worker_id for one in tickets if one.answer is None)
+            least = min(takers, key=lambda one: loads[one.worker_id])
+            worker = next((one for one in takers if loads[one.worker_id] < share), least)
         self._next_worker = (worker.worker_id + 1) % len(self.workers)
         return worker
 
@@ -246,16 +245,13 @@ class Scheduler:
                 worker.checkpoint = ticket.checkpoint = worker.checkpoint.after_batch(
                     answer.snapshot, answer.fingerprint
                 )
-        if ticket.is_dropped or self._has_queue or not self.in_order:
+        if ticket.is_dropped or not self.in_order:
             self._answer(ticket, answer)
         else:  # as _answer() does, in one call fewer
-            self.workers[ticket.worker_id].in_flight -= 1
             ticket.answer = answer
         return ticket
 
     def _answer(self, ticket: Ticket, answer: object) -> None:
-        if not self._has_queue:
-            self.workers[ticket.worker_id].in_flight -= 1
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
             self.free_slot(ticket)

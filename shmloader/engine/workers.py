@@ -145,10 +145,9 @@ def late_batch(
         text = f"any of {len(awaited)} batches. {_NOTHING_IS_LOST}"
     lines = [f"DataLoader timed out after {timeout_s:g} seconds, waiting for {text}"]
     for worker_id in (worker.worker_id for worker in workers):
-        look = pool.ask if time.monotonic() < until else pool.was_at
-        pid, at_work = pool.pid(worker_id), look(worker_id)
+        at_work = pool.was_at(worker_id, with_stack=time.monotonic() < until)
         ticket = scheduler.find(at_work.seq, at_work.epoch)
-        lines.append(describe_work(worker_id, pid, at_work, ticket))
+        lines.append(describe_work(worker_id, pool.pid(worker_id), at_work, ticket))
     return LoaderTimeoutError("\n".join(lines))
 
 
@@ -173,7 +172,7 @@ def _end(pool: Pool, scheduler: Scheduler, worker: Worker, timeout_s: float) -> 
     worker_id = worker.worker_id
     # Waiting for the worker's stack gives the worker another moment to finish: all workers are
     # late if the whole job was stopped for a while.
-    asked, now = pool.ask(worker_id), pool.was_at(worker_id)
+    asked, now = pool.was_at(worker_id, with_stack=True), pool.was_at(worker_id)
     is_same = (asked.epoch, asked.seq, asked.sample) == (now.epoch, now.seq, now.sample)
     if not (is_same and now.is_late):
         return

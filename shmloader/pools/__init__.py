@@ -34,7 +34,7 @@ Every pool keeps these rules:
   mappings under tensors that the user holds. A worker process that stays inside the user's code for
   long is killed. A thread cannot be killed: it is left behind, and ends once that code returns.
 
-One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_workers`` and
+One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``end_workers`` and
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
 """
 
@@ -125,11 +125,12 @@ class Pool(Protocol):
         ``UNKNOWN_PID`` stands for a worker of the user's executor.
         """
 
-    def was_at(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, or was doing when it died, without its stack."""
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:
+        """Return what a worker is doing, or was doing when it died.
 
-    def ask(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, with its Python stack where the pool can see that."""
+        With its Python stack if it lives and the pool can see that, which may take a third of a
+        second.
+        """
 
     def end_workers(self) -> None:
         """End all workers but keep the memory. May be called again."""

@@ -206,16 +206,14 @@ class ExecutorPool(ObjectPool):
         """Return ``UNKNOWN_PID``. Errors of samples name the process."""
         return UNKNOWN_PID
 
-    def was_at(self, worker_id: int) -> AtWork:
-        """Return which task a worker has."""
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:  # noqa: ARG002
+        """Return which task a worker has. The executor's processes show no stack."""
         done = self._done
         for sent in self._tasks.copy().values():
             if sent.worker_id == worker_id and sent not in done:
                 elapsed_s = (time.monotonic_ns() - sent.sent_ns) / 1e9
                 return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
         return AtWork(Phase.IDLE, 0, 0, 0.0)
-
-    ask = was_at  # the executor's processes show no stack
 
     def start(self, worker_id: int) -> None:
         """Do nothing: a worker is free at once."""

@@ -433,13 +433,9 @@ class ProcessPool:
         """Return the process id of a worker."""
         return self.handles[worker_id].pid
 
-    def was_at(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, or was doing when it died, without its stack."""
-        return self._page.read(worker_id)
-
-    def ask(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, with its stack. Takes up to a third of a second."""
-        return self._page.ask(worker_id, self.pid(worker_id))
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:
+        """Return what a worker is doing, or was doing when it died."""
+        return self._page.read(worker_id, self.pid(worker_id) if with_stack else None)
 
     def _usage(self, thoroughly: bool) -> list[Usage]:
         """Return what the workers have used."""

@@ -127,19 +127,20 @@ class StatusPage:
         """Return which task of the queue a worker has: its number plus FIRST_TASK, or a state."""
         return int(self._words[worker_id * _WORDS + _HELD])
 
-    def read(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, or was doing when it died."""
+    def read(self, worker_id: int, pid: int | None = None) -> AtWork:
+        """Return what a worker is doing, or was doing when it died.
+
+        With the pid of a living worker, also its stack. This takes up to a third of a second.
+        """
         line = _LINE.unpack_from(self._words, worker_id * _LINE_BYTES)
         phase, epoch, seq, since, sample, deadline, _ = line
         if not deadline:  # the worker is between writing the number and the deadline
             sample = NO_SAMPLE
         now = time.monotonic_ns()
         elapsed_s, left_s = (now - since) / 1e9, (deadline - now) / 1e9
-        return AtWork(Phase(phase), epoch, seq, elapsed_s, sample=sample, sample_left_s=left_s)
-
-    def ask(self, worker_id: int, pid: int) -> AtWork:
-        """Return what a living worker is doing, with its stack. Takes up to a third of a second."""
-        at_work = self.read(worker_id)
+        at_work = AtWork(Phase(phase), epoch, seq, elapsed_s, "", False, sample, left_s)
+        if pid is None:
+            return at_work
         if read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"]):
             return replace(at_work, is_stopped=True)
         if at_work.phase is Phase.STARTING:

@@ -112,7 +112,7 @@ class _Worker(BackgroundThread):
         task = self.system_id
         return Usage() if task is None else usage_of(task, is_thread=True)
 
-    def was_at(self, *, with_stack: bool = False) -> AtWork:
+    def was_at(self, *, with_stack: bool) -> AtWork:
         """Return what the thread is doing. Called from any thread."""
         phase, task, since = self._at_work
         frame = sys._current_frames().get(self._thread.ident or 0) if with_stack else None
@@ -292,13 +292,9 @@ class ThreadPool(ObjectPool):
     def pid(self, worker_id: int) -> None:
         """Return None: the workers are threads."""
 
-    def was_at(self, worker_id: int) -> AtWork:
-        """Return what a thread is doing, without its stack."""
-        return self._workers[worker_id].was_at()
-
-    def ask(self, worker_id: int) -> AtWork:
-        """Return what a thread is doing, with its Python stack."""
-        return self._workers[worker_id].was_at(with_stack=True)
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:
+        """Return what a thread is doing."""
+        return self._workers[worker_id].was_at(with_stack=with_stack)
 
     def close(self) -> None:
         """End the threads and drop all batches. May be called again, and from any thread."""

@@ -69,10 +69,8 @@ class CallingPool:
 
     def pid(self, worker_id: int) -> None: ...
 
-    def was_at(self, worker_id: int) -> AtWork:
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:
         return self._at_work
-
-    ask = was_at
 
     def end_workers(self) -> None:
         self._wakeup.set()

@@ -139,15 +139,13 @@ class ScriptedPool:
     def pid(self, worker_id: int) -> int:
         return 1000 + worker_id
 
-    def was_at(self, worker_id: int) -> AtWork:
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:
         if worker_id in self.hanging:
             return self.hanging[worker_id]
         seq = next(iter(self.sent[worker_id]), None)
         if seq is None:
             return AtWork(Phase.IDLE, 0, 0, 0.0)
         return AtWork(Phase.LOADING, self.epoch, seq, 0.0)
-
-    ask = was_at
 
     def kill(self, worker_id: int) -> None:
         self.log.append(("kill", worker_id))

@@ -394,7 +394,7 @@ def test_what_a_worker_is_at_may_be_asked(apart) -> None:
         wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
         told.send(3)
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
-        found = pool.ask(0)
+        found = pool.was_at(0, with_stack=True)
         assert (found.phase, found.epoch, found.seq) == (Phase.LOADING, 0, 0)
         assert ("pass_through" in found.stack) == apart.shows_stacks
         pid = pool.pid(0)

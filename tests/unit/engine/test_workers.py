@@ -154,11 +154,9 @@ class Pool:
     def pid(self, worker_id: int) -> int:
         return 812 + worker_id
 
-    def was_at(self, worker_id: int) -> AtWork:
+    def was_at(self, worker_id: int, *, with_stack: bool = False) -> AtWork:
         left_s = self._left_s[worker_id]
         return AtWork(Phase.LOADING, 0, worker_id, 1.0, sample=0, sample_left_s=left_s)
-
-    ask = was_at
 
     def kill(self, worker_id: int) -> None:
         self.ended.append(worker_id)
@@ -192,7 +190,8 @@ def test_a_worker_that_is_late_is_ended_and_the_others_are_looked_at_in_time(lef
 
 def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
     pool = Pool(-1.0)
-    pool.ask = lambda worker_id: replace(pool.was_at(0), stack=STACK)
+    at_work = pool.was_at(0)
+    pool.was_at = lambda _, with_stack=False: replace(at_work, stack=STACK if with_stack else "")
     scheduler = Scheduler(1, 1, 0, in_order=True, has_queue=True)
     ticket = scheduler.offer([0])
     assert end_hanging(pool, scheduler, TIMEOUT_S) == TIMEOUT_S
@@ -216,8 +215,9 @@ def at_sample(sample: int, *, seq: int = 0, left_s: float) -> AtWork:
 )
 def test_a_worker_that_goes_on_while_it_is_asked_is_not_ended(again):
     pool = Pool(-1.0)
-    looks = iter([pool.was_at(0), again])
-    pool.was_at = lambda worker_id: next(looks)
+    late = pool.was_at(0)
+    looks = iter([late, late, again])
+    pool.was_at = lambda *_, **__: next(looks)
     scheduler = Scheduler(1, 2, 0, in_order=True, has_queue=True)
     for seq in range(2):
         scheduler.offer([seq])
@@ -232,7 +232,7 @@ def test_a_worker_that_goes_on_while_it_is_asked_is_not_ended(again):
 @pytest.mark.parametrize(("epoch", "loaded"), [(0, "batch 0 (index 0)"), (7, "batch 0")])
 def test_a_timeout_says_what_is_awaited_and_what_each_worker_does(in_order, awaited, epoch, loaded):
     pool = Pool(1.0, 1.0)
-    pool.was_at = pool.ask = lambda worker_id: AtWork(Phase.LOADING, epoch, worker_id, 1.0)
+    pool.was_at = lambda worker_id, **_: AtWork(Phase.LOADING, epoch, worker_id, 1.0)
     scheduler = Scheduler(2, 4, 0, in_order=in_order, has_queue=True)
     for seq in range(4):
         scheduler.offer([seq])

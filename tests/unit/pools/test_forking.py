@@ -180,10 +180,10 @@ def keeps_the_interpreter(tell: int) -> None:
 def test_a_stack_is_not_a_late_one_of_another_worker_nor_one_of_a_worker_that_is_gone(status_page):
     with child_at(sleeps_here, status_page) as pid:
         os.write(status_page._write[0], b"Stack (most recent call first):\n  STALE\n")
-        stack = status_page.ask(0, pid).stack
+        stack = status_page.read(0, pid).stack
     assert "STALE" not in stack
     assert re.match(r'  File ".*", line \d+ in sleeps_here\n', stack)
-    assert status_page.ask(0, pid).stack == "", "it is gone"
+    assert status_page.read(0, pid).stack == "", "it is gone"
 
 
 def test_the_stack_is_that_of_the_thread_that_works(status_page):
@@ -194,7 +194,7 @@ def test_the_stack_is_that_of_the_thread_that_works(status_page):
         keeps_the_interpreter(tell)
 
     with child_at(work, status_page) as pid:
-        stack = status_page.ask(0, pid).stack
+        stack = status_page.read(0, pid).stack
     assert "in keeps_the_interpreter" in stack
     assert "sleeps_here" not in stack
 
@@ -206,7 +206,7 @@ def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
     if pid == 0:
         os.read(reading, 1)  # the signal would end it: its handler is not there yet
         os._exit(7)
-    at_work = status_page.ask(3, pid)
+    at_work = status_page.read(3, pid)
     assert (at_work.phase, at_work.stack) == (Phase.STARTING, "")
     os.write(writing, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
