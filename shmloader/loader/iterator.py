@@ -401,4 +401,5 @@ class BatchIterator(_BaseDataLoaderIter):
     @property
     def _workers(self) -> list[Any]:
         """The worker processes, for tools that read this attribute of torch's iterator."""
-        return list(getattr(self._pool, "processes", ()))
+        handles = getattr(self._pool, "handles", ())
+        return [worker.process for worker in handles if worker.process is not None]
