@@ -196,6 +196,11 @@ def kill(pid: int) -> None:
     wait_for_end(pid)
 
 
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
 def wait_until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
     """Check a condition again and again until it holds, if no event tells of it."""
     deadline = time.monotonic() + timeout_s

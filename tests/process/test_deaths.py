@@ -1,10 +1,9 @@
-"""Workers that die, stop or are late: told at their place in the order, or replaced."""
+"""Workers that die are told at their place in the order, or replaced."""
 
 import contextlib
 import errno
 import gc
 import itertools
-import multiprocessing
 import os
 import re
 import resource
@@ -14,14 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import get_worker_info
 
 import shmloader
-from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
 from shmloader.device.thread import CallRequest
 from shmloader.pools.status_page import Phase
 from tests.late import to_host
@@ -33,10 +31,10 @@ from tests.process.support import (
     Streams,
     Switch,
     descriptor_count,
-    however_late,
     kill,
     only,
     outcomes,
+    stop,
     told,
     wait_for_end,
     wait_until,
@@ -72,11 +70,6 @@ def expected(length: int = 20, batch_size: int = 1) -> list[int]:
 
 def pids(batches: Any) -> list[int]:
     return [worker.pid for worker in batches._workers]
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 @contextlib.contextmanager
@@ -288,105 +281,6 @@ def test_a_death_that_was_told_leaves_nothing_to_the_garbage_collector(no_collec
     assert descriptor_count() == before
 
 
-def late(batches: Any) -> list[str]:
-    with pytest.raises(LoaderTimeoutError, match=r"^DataLoader timed out after 0\.3 s") as raised:
-        next(batches)
-    assert isinstance(raised.value, RuntimeError)
-    return str(raised.value).splitlines()
-
-
-LATE = {
-    "starting": r"starting for \d+\.\d s\.$",
-    "preparing": r"preparing \(dataset, worker_init_fn\) for .*, the innermost call first:$",
-    "sleeping": r"loading batch 1 \(index 1\) for .*, the innermost call first:$",
-    "stopped": r"loading batch 1 \(index 1\) for .*; the process is stopped \(SIGSTOP\)\.$",
-}
-
-
-@pytest.mark.parametrize("what", LATE)
-def test_a_timeout_says_what_a_late_worker_is_doing_and_loses_nothing(what) -> None:
-    gate, numbers = Gate(), itertools.count()
-
-    class Slow(multiprocessing.context.ForkProcess):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.number = next(numbers)
-
-        def run(self) -> None:
-            if what == "starting" and self.number == 1:
-                gate.pass_through()
-            super().run()
-
-    def wait_for_the_gate(worker: int) -> None:
-        if what == "preparing" and worker == 1:
-            gate.pass_through()
-
-    def sample(index: int) -> int:
-        if what in ("sleeping", "stopped") and index == 1:
-            gate.pass_through()
-        return index
-
-    context = multiprocessing.context.ForkContext()
-    context.Process = Slow  # type: ignore[assignment]
-    loader = DataLoader(
-        Calls(sample, 8), num_workers=2, timeout=0.3, collate_fn=only, prefetch_factor=1,
-        worker_init_fn=wait_for_the_gate, multiprocessing_context=context,
-    )  # fmt: skip
-    batches = iter(loader)
-    assert next(batches) == 0
-    first, second = pids(batches)
-    if what == "stopped":
-        wait_until(lambda: batches._pool.was_at(1).phase is Phase.LOADING)
-        stop(second)
-    for _ in range(2):
-        head, other, line, *stack = late(batches)
-        assert ", waiting for batch 1 (index 1). No batch is lost. " in head
-        assert "sample_timeout= replaces one whose sample hangs." in head
-        assert other.startswith(f"Worker 0 (pid {first}) has been idle for ")
-        assert re.match(rf"Worker 1 \(pid {second}\) has been {LATE[what]}", line)
-        names = [re.search(r"in (\S+)$", call)[1] for call in stack]  # type: ignore[index]
-        caller = {"preparing": "wait_for_the_gate", "sleeping": "sample"}.get(what)
-        assert names[:2] == (["pass_through", caller] if caller else [])
-    gate.open()
-    os.kill(second, signal.SIGCONT)
-    assert list(however_late(batches, 35)) == list(range(1, 8))
-
-
-def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
-    """The time runs from the call of next(), not from the newest answer."""
-    gate, made = Gate(), multiprocessing.RawValue("i", 0)
-    count = 400
-
-    def sample(index: int) -> int:
-        if index == 0:
-            gate.pass_through()
-        elif index % 2:
-            time.sleep(0.05)
-            made.value += 1
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 2 * count), num_workers=2, prefetch_factor=count, collate_fn=only, timeout=0.3
-    )
-    batches = iter(loader)
-    assert "waiting for batch 0 " in late(batches)[0]
-    assert made.value < count, "it was late only when nothing more could come"
-    gate.open()
-    assert next(however_late(batches)) == 0
-
-
-def test_a_further_epoch_with_a_stopped_worker_times_out_as_well() -> None:
-    loader = DataLoader(
-        Calls(int, 40), num_workers=2, collate_fn=only, timeout=0.5, persistent_workers=True
-    )
-    batches = iter(loader)
-    assert next(batches) == 0
-    os.kill(pids(batches)[1], signal.SIGSTOP)
-    with pytest.raises(LoaderTimeoutError):
-        iter(loader)
-    assert list(loader) == list(range(40))  # with new workers
-
-
 @pytest.mark.parametrize("how", ["stopped", "ignores SIGTERM"])
 def test_close_ends_a_worker_in_bounded_time(how) -> None:
     gate = Gate()
@@ -553,7 +447,6 @@ def test_a_replacement_has_the_number_the_seed_and_the_streams_of_a_new_worker()
 
     def sample(index: int) -> tuple[int, int, int, int, float, float]:
         info = get_worker_info()
-        assert info is not None
         deaths.come(index)
         drawn, noise = torch.rand(()).item(), float(np.random.random())
         return os.getpid(), info.id, info.num_workers, info.seed, drawn, noise
@@ -579,7 +472,6 @@ def test_a_worker_is_replaced_whatever_started_it(method, caplog) -> None:
 
     def sample(index: int) -> tuple[int, torch.Tensor]:
         info = get_worker_info()
-        assert info is not None
         deaths.come(index)
         return info.seed, row(index)
 
@@ -607,7 +499,6 @@ def stream_of(lengths: list[int], deaths: Deaths) -> Streams:
 
     def stream() -> Iterator[torch.Tensor]:
         info = get_worker_info()
-        assert info is not None
         for at in range(lengths[info.id]):
             if info.id == 0:
                 deaths.come(at)

@@ -45,10 +45,7 @@ class Doctor:
 
     def run(self, make: object, *arguments: str) -> tuple[int, str, str]:
         self._module.make = make  # type: ignore[attr-defined]
-        try:
-            code = main(["doctor", f"{self._module.__name__}:make", *arguments])
-        finally:
-            del self._module.make
+        code = main(["doctor", f"{self._module.__name__}:make", *arguments])
         return code, *self._capsys.readouterr()
 
     def examine(self, value: object) -> dict[str, Any]:

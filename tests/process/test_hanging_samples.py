@@ -1,7 +1,8 @@
-"""``sample_timeout``: a worker that hangs in a sample is replaced, and nothing is lost."""
+"""Workers that hang: replaced with ``sample_timeout``, told with ``timeout``; nothing is lost."""
 
 import ctypes
 import itertools
+import multiprocessing
 import os
 import re
 import signal
@@ -13,8 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader import DataLoader, SampleTimeoutError
-from tests.process.support import Calls, Gate, Numbers, Streams, Switch, outcomes
+from shmloader import DataLoader, LoaderTimeoutError, SampleTimeoutError
+from shmloader.pools.status_page import Phase
+from tests.process.support import (
+    Calls,
+    Gate,
+    Numbers,
+    Streams,
+    Switch,
+    however_late,
+    only,
+    outcomes,
+    stop,
+    wait_until,
+)
 
 LENGTH, BATCH = 24, 4
 LIMIT_S = 0.3
@@ -139,11 +152,11 @@ def hold_the_interpreter() -> None:
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def stop() -> None:
+def stop_itself() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("hang", [hold_the_interpreter, stop])
+@pytest.mark.parametrize("hang", [hold_the_interpreter, stop_itself])
 def test_a_worker_that_no_thread_of_its_own_can_end_is_replaced_too(hang):
     sample = lambda index: index if index != 1 else hang()  # noqa: E731
     with load(Calls(sample, 8), on_error="skip") as loader:
@@ -260,3 +273,102 @@ def test_while_others_go_on_a_slow_sample_is_left_alone():
         gate.open()
         assert sorted([*found, *(batch.item() for batch in iterator)]) == list(range(8))
         assert loader.failures.total == 0
+
+
+def late(batches: Any) -> list[str]:
+    with pytest.raises(LoaderTimeoutError, match=r"^DataLoader timed out after 0\.3 s") as raised:
+        next(batches)
+    assert isinstance(raised.value, RuntimeError)
+    return str(raised.value).splitlines()
+
+
+LATE = {
+    "starting": r"starting for \d+\.\d s\.$",
+    "preparing": r"preparing \(dataset, worker_init_fn\) for .*, the innermost call first:$",
+    "sleeping": r"loading batch 1 \(index 1\) for .*, the innermost call first:$",
+    "stopped": r"loading batch 1 \(index 1\) for .*; the process is stopped \(SIGSTOP\)\.$",
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_a_timeout_says_what_a_late_worker_is_doing_and_loses_nothing(what) -> None:
+    gate, numbers = Gate(), itertools.count()
+
+    class Slow(multiprocessing.context.ForkProcess):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.number = next(numbers)
+
+        def run(self) -> None:
+            if what == "starting" and self.number == 1:
+                gate.pass_through()
+            super().run()
+
+    def wait_for_the_gate(worker: int) -> None:
+        if what == "preparing" and worker == 1:
+            gate.pass_through()
+
+    def sample(index: int) -> int:
+        if what in ("sleeping", "stopped") and index == 1:
+            gate.pass_through()
+        return index
+
+    context = multiprocessing.context.ForkContext()
+    context.Process = Slow  # type: ignore[assignment]
+    loader = DataLoader(
+        Calls(sample, 8), num_workers=2, timeout=0.3, collate_fn=only, prefetch_factor=1,
+        worker_init_fn=wait_for_the_gate, multiprocessing_context=context,
+    )  # fmt: skip
+    batches = iter(loader)
+    assert next(batches) == 0
+    first, second = (worker.pid for worker in batches._workers)
+    if what == "stopped":
+        wait_until(lambda: batches._pool.was_at(1).phase is Phase.LOADING)
+        stop(second)
+    for _ in range(2):
+        head, other, line, *stack = late(batches)
+        assert ", waiting for batch 1 (index 1). No batch is lost. " in head
+        assert "sample_timeout= replaces one whose sample hangs." in head
+        assert other.startswith(f"Worker 0 (pid {first}) has been idle for ")
+        assert re.match(rf"Worker 1 \(pid {second}\) has been {LATE[what]}", line)
+        names = [re.search(r"in (\S+)$", call)[1] for call in stack]  # type: ignore[index]
+        caller = {"preparing": "wait_for_the_gate", "sleeping": "sample"}.get(what)
+        assert names[:2] == (["pass_through", caller] if caller else [])
+    gate.open()
+    os.kill(second, signal.SIGCONT)
+    assert list(however_late(batches, 35)) == list(range(1, 8))
+
+
+def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
+    """The time runs from the call of next(), not from the newest answer."""
+    gate, made = Gate(), multiprocessing.RawValue("i", 0)
+    count = 400
+
+    def sample(index: int) -> int:
+        if index == 0:
+            gate.pass_through()
+        elif index % 2:
+            time.sleep(0.05)
+            made.value += 1
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 2 * count), num_workers=2, prefetch_factor=count, collate_fn=only, timeout=0.3
+    )
+    batches = iter(loader)
+    assert "waiting for batch 0 " in late(batches)[0]
+    assert made.value < count, "it was late only when nothing more could come"
+    gate.open()
+    assert next(however_late(batches)) == 0
+
+
+def test_a_further_epoch_with_a_stopped_worker_times_out_as_well() -> None:
+    loader = DataLoader(
+        Calls(int, 40), num_workers=2, collate_fn=only, timeout=0.5, persistent_workers=True
+    )
+    batches = iter(loader)
+    assert next(batches) == 0
+    os.kill(batches._workers[1].pid, signal.SIGSTOP)
+    with pytest.raises(LoaderTimeoutError):
+        iter(loader)
+    assert list(loader) == list(range(40))  # with new workers
