@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader.config import config_of
@@ -273,12 +273,6 @@ def test_an_shm_size_too_small_for_the_maximum_of_workers_raises_in_the_construc
     most = made(num_workers="auto", seed=0).most_window + 4
     with pytest.raises(ValueError, match=f"each of {most} slots"):
         DataLoader(DATA, num_workers="auto", seed=0, shm_size=most * MINIMUM_SLOT_BYTES - 1)
-
-
-def test_a_batch_keeps_its_size_where_other_ranks_count_on_it() -> None:
-    ranks = DistributedSampler(DATA, num_replicas=2, rank=0)
-    assert made(sampler=ranks, on_error="skip").fetch.copies_good
-    assert not made(on_error="skip").fetch.copies_good
 
 
 def test_states_of_the_dataset_are_taken_where_they_are_saved() -> None:
