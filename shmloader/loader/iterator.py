@@ -401,5 +401,4 @@ class BatchIterator(_BaseDataLoaderIter):
     @property
     def _workers(self) -> list[Any]:
         """The worker processes, for tools that read this attribute of torch's iterator."""
-        handles = getattr(self._pool, "handles", ())
-        return [worker.process for worker in handles if worker.process is not None]
+        return list(getattr(self._pool, "processes", ()))
