@@ -165,10 +165,9 @@ def ranks_of_host(world_size: int) -> int:
         return min(world_size, int(text))
     node = os.environ.get("SLURM_NODEID", "")
     counts: list[int] = []
-    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = _TASKS.fullmatch(part)
-        if found is not None:
-            counts += [int(found[1])] * int(found[2] or 1)
+    parts = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
+    for found in filter(None, map(_TASKS.fullmatch, parts)):
+        counts += [int(found[1])] * int(found[2] or 1)
     if node.isdecimal() and int(node) < len(counts):
         return max(1, min(world_size, counts[int(node)]))
     return world_size

@@ -251,8 +251,6 @@ class _Installation:
 
     def begin(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Begin an epoch of any loader of torch's class, in place of torch's ``__iter__``."""
-        if isinstance(loader, DataLoader):
-            return by_torch(loader)
         kept: Any = getattr(loader, "_iterator", None)  # which has persistent workers
         why = self._why_not(loader)
         if kept is not None and not why:
@@ -270,8 +268,6 @@ class _Installation:
 
     def get_iterator(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Return a new iterator of a loader, in place of torch's ``_get_iterator``."""
-        if isinstance(loader, DataLoader):
-            return by_torch(loader)
         why = self._why_not(loader)
         if not why:
             return self._begin(StandIn(loader, self), loader, None)
@@ -287,7 +283,7 @@ class _Installation:
 
 
 def _hook(name: str, call: Callable[..., Any]) -> None:
-    """Have ``call`` run in place of a method of torch's, while shmloader is installed."""
+    """Have ``call`` run in place of a method of torch's loaders, while shmloader is installed."""
     original = getattr(_TorchLoader, name)
     if hasattr(original, "_shmloader"):  # also if other code has wrapped ours
         return
@@ -298,7 +294,9 @@ def _hook(name: str, call: Callable[..., Any]) -> None:
         stand_in = getattr(getattr(loader, "_iterator", None), "_stand_in", None)
         if stand_in is not None and stand_in.installation is not installation:
             loader._iterator = None  # its persistent workers end when it is dropped
-        return original(loader) if installation is None else call(installation, original, loader)
+        if installation is None or isinstance(loader, DataLoader):
+            return original(loader)
+        return call(installation, original, loader)
 
     hooked._shmloader = True  # type: ignore[attr-defined]
     setattr(_TorchLoader, name, hooked)

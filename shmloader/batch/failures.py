@@ -5,7 +5,6 @@ unreadable. The main process raises an exception of the same class if it can loa
 otherwise a RuntimeError.
 """
 
-import contextlib
 import pickle
 import reprlib
 import sys
@@ -17,7 +16,7 @@ from typing import Any, Literal, Self
 import cloudpickle
 from torch._utils import KeyErrorMessage
 
-from shmloader.interruptions import Suppressed
+from shmloader.interruptions import Suppressed, attempt
 from shmloader.sampling.indices import without_position
 from shmloader.streams.reader import Reading
 
@@ -159,10 +158,8 @@ def _with_notes(error: Exception, *notes: str) -> Exception:
 
 def _pickled(value: object, dumps: Callable[[object], bytes]) -> bytes | None:
     """Pickle a short key or class; return None if it is longer, or cannot be pickled."""
-    with contextlib.suppress(Exception):  # pickling the user's key may raise anything
-        data = dumps(value)
-        return data if len(data) <= _PICKLE_BYTES else None
-    return None
+    data = attempt(dumps, value)  # pickling the user's key may raise anything
+    return data if isinstance(data, bytes) and len(data) <= _PICKLE_BYTES else None
 
 
 def _cut(text: str, characters: int) -> str:

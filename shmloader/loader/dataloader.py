@@ -416,8 +416,7 @@ class DataLoader(ResumableLoader[_T_co]):
 
     def _warn_of_torchs_workers(self) -> None:
         """Warn that torch's own workers load, or raise if they cannot do all arguments."""
-        text, given = describe_unsupported(), {*read_options(self)}
-        given -= {"snapshot_every_n_steps"}
+        text, given = describe_unsupported(), {*read_options(self)} - {"snapshot_every_n_steps"}
         if self._ranks is not None:
             given.add("ShardedDataLoader")
         if given:

@@ -49,6 +49,7 @@ class InlineEngine:
     Args:
         config: The loader's arguments.
         parts: The objects that all iterators of the loader share.
+        resumed: The DatasetCheckpoints from which the dataset resumes; None for the beginning.
 
     Attributes:
         checkpoints: Where the dataset is after the last delivered batch; None if that is not saved.
@@ -69,11 +70,10 @@ class InlineEngine:
     _checkpoint: Checkpoint | None = None  # after the newest batch
     _maker: BatchMaker | None = None  # None until a dataset that resumes is ready
 
-    def __init__(self, config: LoaderConfig, parts: LoaderParts) -> None:
+    def __init__(self, config: LoaderConfig, parts: LoaderParts, resumed: Any) -> None:
         self._config, self._is_iterable = config, config.fetch.is_iterable
         self._watch = config.watch_failures(parts)
-        resumed = self._resumed = parts.pop_resumed()
-        self._loaded = parts.loaded_generators
+        self._resumed, self._loaded = resumed, parts.loaded_generators
         if resumed is not None and config.saves_dataset and not self._is_iterable:
             with kept():  # the state is loaded again before the first sample
                 load_dataset(config.dataset, read(resumed.checkpoints[0].snapshot))

@@ -95,10 +95,8 @@ class BatchIterator(_BaseDataLoaderIter):
         began_ns = time.monotonic_ns()
         # Python keeps up to 30 attributes of an object in less time and memory; torch has 19.
         self._config, self._plan, self._parts = config, plan, parts
-        if config.num_workers:
-            resumed = parts.pop_resumed()
-        else:
-            inline = InlineEngine(config, parts)
+        resumed = parts.pop_resumed()
+        inline = None if config.num_workers else InlineEngine(config, parts, resumed)
         # The seed of a resumed epoch was drawn when the epoch first began. So torch's global
         # generator is set back afterwards: a user may have restored its state.
         before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
@@ -109,7 +107,7 @@ class BatchIterator(_BaseDataLoaderIter):
             assert plan.counter.newest is not None
             self._base_seed = base_seed(config.fetch.seed, plan.counter.newest)
         try:
-            if config.num_workers:
+            if inline is None:
                 unwrapped(self._open_workers, loader, resumed)
             else:
                 self._open_inline(inline)
