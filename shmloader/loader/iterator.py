@@ -399,4 +399,5 @@ class BatchIterator(_BaseDataLoaderIter):
     @property
     def _workers(self) -> list[Any]:
         """The worker processes, for tools that read this attribute of torch's iterator."""
-        return list(getattr(self._pool, "processes", ()))
+        handles = getattr(self._pool, "handles", ())  # which only a pool of processes has
+        return [handle.process for handle in handles if handle.process is not None]
