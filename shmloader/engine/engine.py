@@ -262,7 +262,7 @@ class Engine:
                 self._adjust_workers()
             # Most often the awaited answer is here already: no call of the selector is needed.
             ticket = scheduler.first()
-            has_received = (ticket is None or ticket.answer is None) and pool.poll(self)
+            has_received = ticket is not None and ticket.answer is None and pool.poll(self)
             if ticket is not None and ticket.answer is not None:
                 scheduler.pop(ticket)
                 if self._watch is None or not self._is_left_out(self._watch, ticket):

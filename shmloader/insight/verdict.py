@@ -118,6 +118,8 @@ _TEXTS = {
 def _start_up(stats: LoaderStats) -> tuple[str, str]:
     is_later = stats.epochs > 1 or bool(stats.epoch)  # the user goes through the data again
     if stats.kind == "in-process" or (stats.persistent_workers and is_later):
+        if stats.wait.causes.end > stats.wait.causes.start:
+            return "after the epoch's last batch", ""
         return "while iter() started the sampler and the dataset", ""
     is_paid_again = is_later and stats.kind != "executor"
     remedy = "Set persistent_workers=True, so that they start only once." if is_paid_again else ""

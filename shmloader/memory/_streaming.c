@@ -21,6 +21,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -394,6 +395,32 @@ static PyObject *copy_sequences(PyObject *module, PyObject *args)
 #define NONE_YET -2
 #define MOST_BYTES (1 << 15)
 
+/* If letting others run took longer than this, another process needs the core. */
+#define LONG_NS 500000
+/* Then none is let run for so many times as long: a process that sleeps gets the core back sooner. */
+#define REST 32
+
+static int64_t clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Whether to look for a message again; lets other processes run first. */
+static int look_again(Py_ssize_t *looks)
+{
+    static int64_t rests_until; /* threads may overwrite each other's */
+    int64_t began_ns = clock_ns();
+    if (--*looks <= 0 || began_ns < __atomic_load_n(&rests_until, __ATOMIC_RELAXED))
+        return 0;
+    sched_yield(); /* a sandbox may refuse it */
+    int64_t took_ns = clock_ns() - began_ns;
+    if (took_ns > LONG_NS)
+        __atomic_store_n(&rests_until, began_ns + REST * took_ns, __ATOMIC_RELAXED);
+    return 1;
+}
+
 /* Returns the length of a message, NONE_YET, or -1 with errno. */
 static ssize_t receive_now(int fd, char *buffer, size_t most_bytes)
 {
@@ -417,10 +444,8 @@ static PyObject *receive(PyObject *module, PyObject *args)
     ssize_t got = receive_now(fd, buffer, (size_t)most_bytes);
     if (got == NONE_YET && looks > 1) {
         Py_BEGIN_ALLOW_THREADS
-        do {
-            sched_yield(); /* a sandbox may refuse it */
+        while (got == NONE_YET && look_again(&looks))
             got = receive_now(fd, buffer, (size_t)most_bytes);
-        } while (got == NONE_YET && --looks > 1);
         Py_END_ALLOW_THREADS
     }
     if (got == NONE_YET)
@@ -445,8 +470,8 @@ static PyObject *receive_any(PyObject *module, PyObject *args)
     PyBuffer_Release(&fds);
     if (found != NULL) {
         Py_BEGIN_ALLOW_THREADS
-        while ((ready = poll(polled, (nfds_t)watched, 0)) == 0 && --looks > 0)
-            sched_yield(); /* a sandbox may refuse it */
+        while ((ready = poll(polled, (nfds_t)watched, 0)) == 0 && look_again(&looks))
+            ;
         Py_END_ALLOW_THREADS
         for (i = many; i < watched && ready > 0; i++)
             ready = polled[i].revents ? 0 : ready;

@@ -46,7 +46,7 @@ from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.slot_memory import SlotMemory
 from shmloader.pools.starting import remedied
 from shmloader.pools.status_page import FIRST_TASK, RECEIVING, AtWork, Phase
-from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, let_others_run
+from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, look_again
 from shmloader.process_state import PROCESS
 from shmloader.sampling.indices import IndexArray
 
@@ -342,7 +342,8 @@ class ProcessPool:
                 break
             if ready := self._poll.poll(0):
                 return self._report(ready, self._waker, events)
-            let_others_run()
+            if not look_again():
+                break
         return False
 
     def wait(self, timeout_s: float | None, events: Any) -> bool:

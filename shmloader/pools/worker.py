@@ -49,7 +49,7 @@ from shmloader.pools.status_page import (
     STACK_SIGNAL,
     Phase,
 )
-from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, receive, watch_queue
+from shmloader.pools.task_queue import LOOK_S, LOOKS, look_again, receive, watch_queue
 from shmloader.pools.worker_dataset import introduce
 
 
@@ -267,13 +267,14 @@ class _Worker:
 
     def _look(self) -> tuple[_Client, bytes] | None:
         """Return the next message with its client; None if none is about to arrive."""
-        looks = LOOKS if len(self._clients) == 1 else 1
-        for _ in range(LOOKS // looks):
+        is_one = len(self._clients) == 1
+        for _ in range(1 if is_one else LOOKS):
             for client in self._clients:
-                data = client.receive(looks)
+                data = client.receive(LOOKS if is_one else 1)
                 if data is not None:
                     return client, data
-            let_others_run()
+            if is_one or not look_again():
+                break
         return None
 
     def _serve(self, client: _Client, data: bytes) -> None:

@@ -534,6 +534,18 @@ def values(engine: Engine) -> list[int]:
     return found
 
 
+def test_an_epoch_ends_without_a_look_for_an_answer(kind, monkeypatch) -> None:
+    """Each look lets busy processes run, which takes as long as they want."""
+    with engine_of(kind, squared) as engine:
+        engine.start(iter(range(3)))
+        for _ in range(3):
+            next_of(engine)
+        for name in ("poll", "wait"):
+            monkeypatch.setattr(engine._pool, name, lambda *_: pytest.fail("nothing can come"))
+        with pytest.raises(StopIteration):
+            next_of(engine)
+
+
 def test_an_engine_gives_batches_in_order_epoch_after_epoch(kind) -> None:
     with engine_of(kind, squared) as engine:
         engine.start(iter(range(12)))

@@ -81,6 +81,10 @@ CASES: dict[Finding, dict[str, tuple[LoaderStats, str]]] = {
             stats_of(start=3, fetch=1, epochs=1, epoch=1, persistent_workers=True),
             "while iter() started the sampler and the dataset.",
         ),
+        "an end, after which workers persist": (
+            stats_of(end=3, start=1, epochs=1, epoch=1, persistent_workers=True),
+            "4.00 s of it after the epoch's last batch.",
+        ),
         "iter() without workers": (
             stats_of(start=3, fetch=1, kind="in-process", workers=0, epochs=9),
             "while iter() started the sampler and the dataset.",
