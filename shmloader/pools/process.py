@@ -26,7 +26,6 @@ import threading
 import time
 import weakref
 from array import array
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shmloader import messages
@@ -139,11 +138,6 @@ class ProcessPool:
         self.readings.open(self._usage)
         if not may_replace:
             starter.finish()
-
-    @property
-    def processes(self) -> list[BaseProcess]:
-        """The worker processes by number; empty if this process has not started them."""
-        return [worker.process for worker in self.handles if worker.process is not None]
 
     # Start -------------------------------------------------------------------------------
 
