@@ -237,10 +237,13 @@ def test_after_a_rank_whose_build_raised_the_others_have_the_object(run) -> None
 
 
 def test_a_rank_that_calls_again_after_its_build_raised_stays_in_step(run) -> None:
+    begun = FORK.Event()
+
     def two() -> Any:
         tries = []
 
         def build() -> Any:
+            begun.set()
             tries.append(1)
             if len(tries) == 1:
                 raise OSError("stale file handle")
@@ -254,6 +257,7 @@ def test_a_rank_that_calls_again_after_its_build_raised_stays_in_step(run) -> No
         return [list(share_on_host(lambda: ["train"])), list(share_on_host(lambda: ["val"]))]
 
     first = run.start(two, 0)
+    assert begun.wait(LONG_S)  # otherwise the other rank may build
     second = run.start(other, 1)
     assert {first.result()[1][0], second.result()[1][0]} == {"val"}
 
