@@ -246,8 +246,11 @@ def test_the_readme_has_at_most_150_lines():
     assert len(README.read_text().splitlines()) <= 150
 
 
+def links_of(text: str) -> list[str]:
+    return [one or other for one, other in re.findall(r'\]\(([^)#\s]+)|src="([^"]+)"', text)]
+
+
 def test_links_of_the_readme_lead_to_files():
     for path in (README, ROOT / "CONTRIBUTING.md"):
-        links = re.findall(r'\]\(([^)#\s]+)|src="([^"]+)"', path.read_text())
-        for link in filter(None, (one or other for one, other in links)):
+        for link in links_of(path.read_text()):
             assert link.startswith("https://") or (ROOT / link).exists(), link

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.test_blocks import README, ROOT, links_of
+
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "shmloader/__init__.py")
-LINKS = r'\]\(([^)#\s]+)|src="([^"]+)"'
 
 
 def metadata(folder: Path, **workflow: str) -> Message:
@@ -33,8 +33,7 @@ def test_a_workflow_gives_addresses_that_work_on_an_index_page(tmp_path):
     urls = dict(line.split(", ") for line in built.get_all("Project-URL"))
     assert urls["Repository"] == "https://example.org/us/loader"
     assert set(urls) == {"Repository", "Documentation", "Changelog", "Issues"}
-    text = built.get_payload()
-    links = [one or other for one, other in re.findall(LINKS, text)]
+    links = links_of(built.get_payload())
     assert len(links) > 20
     prefix = r"https://example\.org/us/loader/(blob|raw)/HEAD/"
     for link in links:
@@ -48,4 +47,4 @@ def test_a_workflow_gives_addresses_that_work_on_an_index_page(tmp_path):
 def test_a_build_elsewhere_invents_no_address(tmp_path):
     built = metadata(tmp_path)
     assert built.get_all("Project-URL") is None
-    assert built.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert built.get_payload().strip() == README.read_text().strip()

@@ -23,6 +23,7 @@ from torch.utils.data import RandomSampler
 from shmloader import ShardedDataLoader
 from tests.integration.test_examples import assert_refused, run_example
 from tests.process import one_dataset
+from tests.process.host_loaders import Samples
 from tests.process.support import ROOT, TOLD_S, wait_until
 
 # A start takes some four seconds of processor time a rank, and the machine may be busy.
@@ -397,35 +398,26 @@ ONE_POOL = """
     from pathlib import Path
 
     import psutil
-    import torch
     from shmloader import ShardedDataLoader
 
+    from tests.process.host_loaders import Samples
     from tests.process.ranks import join_launched
 
     rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     what = sys.argv[1]
 
 
-    class Samples(torch.utils.data.Dataset):
-        def __len__(self):
-            return 120
-
-        def __getitem__(self, index):
-            return index, os.getpid(), torch.rand(2)
-
-
     if __name__ == "__main__":
         join_launched()
         with ShardedDataLoader(
-            Samples(), int(sys.argv[2]), True, num_workers=2, worker_scope="host", seed=1
+            Samples(120), int(sys.argv[2]), True, num_workers=2, worker_scope="host", seed=1
         ) as loader:
             state = Path("state.json")
             if what == "resumed":
                 loader.load_state_dict(json.loads(state.read_text()))
-            batches, makers = [], set()
-            for indices, pids, drawn in loader:
+            batches = []
+            for indices, drawn, _ in loader:
                 batches.append([indices.tolist(), drawn.tolist()])
-                makers |= set(pids.tolist())
                 if what == "killed" and restarts + rank == 0 and len(batches) == 1:
                     owner = psutil.Process(loader._parts.host_pool.nursery.pid)
                     workers = owner.children()
@@ -435,7 +427,7 @@ ONE_POOL = """
                     if rank == 0:
                         state.write_text(json.dumps(loader.state_dict()))
                     break
-            Path(f"rank{rank}.json").write_text(json.dumps([batches, sorted(makers)]))
+            Path(f"rank{rank}.json").write_text(json.dumps(batches))
             # A rank that came after all others had left would begin a pool of its own.
             deadline = time.monotonic() + 60
             while len(list(Path().glob("rank*.json"))) < int(os.environ["WORLD_SIZE"]):
@@ -453,18 +445,10 @@ def _of_one_pool(batches: list[list[list[list[float]]]]) -> list[tuple[int, list
     return found
 
 
-class _Drawn:
-    def __len__(self) -> int:
-        return 120
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.rand(2)
-
-
 def _expected_of_one_pool() -> list[tuple[int, list[float]]]:
     """The samples in the global order, as one process without workers makes them."""
-    with ShardedDataLoader(_Drawn(), 1, True, seed=1, rank=0, world_size=1) as loader:
-        return [(int(index), drawn[0].tolist()) for index, drawn in loader]
+    with ShardedDataLoader(Samples(120), 1, True, seed=1, rank=0, world_size=1) as loader:
+        return [(int(index), drawn[0].tolist()) for index, drawn, _ in loader]
 
 
 def test_after_the_owner_of_the_workers_was_killed_a_restart_finds_a_clean_host(tmp_path) -> None:
@@ -474,7 +458,7 @@ def test_after_the_owner_of_the_workers_was_killed_a_restart_finds_a_clean_host(
         done = run.finish()
     assert done.returncode == 0, done.stderr
     assert "owns the workers of this host" in done.stderr
-    samples = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 2)])
+    samples = _of_one_pool(read_ranks(tmp_path, 2))
     assert samples == _expected_of_one_pool()
 
 
@@ -482,12 +466,12 @@ def test_a_run_with_one_pool_is_resumed_on_half_as_many_ranks(tmp_path) -> None:
     program = write_program(tmp_path, ONE_POOL)
     with on_ranks(4, tmp_path, program, "interrupted", "6") as run:
         run.succeed()
-    before = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 4)])
+    before = _of_one_pool(read_ranks(tmp_path, 4))
     for rank in range(4):
         (tmp_path / f"rank{rank}.json").unlink()
     with on_ranks(2, tmp_path, program, "resumed", "12") as run:
         run.succeed()
-    after = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 2)])
+    after = _of_one_pool(read_ranks(tmp_path, 2))
     assert before + after == _expected_of_one_pool()
 
 
