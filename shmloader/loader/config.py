@@ -169,7 +169,7 @@ def config_of(loader: Any) -> LoaderConfig:
         plan.newest.timeout_s = loader.timeout
         plan.newest.check_workers(count)
         # The order of a later epoch may be another one.
-        hear = lambda found: plan.newest.hear(found, is_here=not count)  # noqa: E731
+        hear = lambda found: plan.newest.hear(found, is_told_now=not count)  # noqa: E731
         dataset, collates = stream, stream.is_batched
         collate_fn = stream.collate or collate_fn
     seed, on_error = loader._sample_seed, values.get("on_error", "raise")

@@ -85,10 +85,10 @@ class CutDataset(Dataset[Any]):
 
     def _cut(self, sample: Any, index: int, start: int) -> Any:
         """Return the piece of a sample that begins at a token."""
-        place = int(np.searchsorted(self.long, index))
-        if place == len(self.long) or self.long[place] != index:
+        position = int(np.searchsorted(self.long, index))
+        if position == len(self.long) or self.long[position] != index:
             return sample
-        length = int(self.lengths[place])
+        length = int(self.lengths[position])
         cut = cut_sequences(sample, length, slice(start, min(start + self.limit, length)))
         if cut is sample:
             raise ValueError(

@@ -87,17 +87,17 @@ class ShardCache:
         """
         if (local := local_path(url)) is not None:
             return local
-        place = self._place(url)
+        path = self._path_of(url)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if not _use(place):
-                number = int(place.name[:8], 16) % _LOCK_COUNT
+            if not _use(path):
+                number = int(path.name[:8], 16) % _LOCK_COUNT
                 with _locked(self.directory / f"{_LOCK}{number:02}"):
-                    if not _use(place):  # another process may have downloaded it meanwhile
-                        self._download(url, self.directory / f".part-{number:02}", place)
+                    if not _use(path):  # another process may have downloaded it meanwhile
+                        self._download(url, self.directory / f".part-{number:02}", path)
         except OSError as error:
             raise self._unusable(url, error) from error
-        return str(place)
+        return str(path)
 
     def prefetch(self, url: str) -> None:
         """Begin to download a shard on a thread of this process, and return.
@@ -105,7 +105,7 @@ class ShardCache:
         A process downloads two shards ahead at a time. An error is not raised here: :meth:`path`
         tries again.
         """
-        if local_path(url) is None and not self._place(url).exists():
+        if local_path(url) is None and not self._path_of(url).exists():
             _Prefetch(self, url).start()
 
     def _unusable(self, url: str, error: OSError) -> ShardError:
@@ -120,16 +120,16 @@ class ShardCache:
             )
         return ShardError(f"shard {url} {problem}", url)
 
-    def _place(self, url: str) -> Path:
+    def _path_of(self, url: str) -> Path:
         """Return where a shard lies. The name ends as the URL's, which names its format."""
         digest = hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
         name = re.sub(r"[^\w.-]", "_", urlsplit(url).path.rpartition("/")[2])
         return self.directory / f"{digest}-{name[-_LONGEST_NAME:]}"
 
-    def _download(self, url: str, part: Path, place: Path) -> None:
+    def _download(self, url: str, part: Path, path: Path) -> None:
         try:
             download(url, part, self.storage_options)
-            part.replace(place)
+            part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise

@@ -69,7 +69,7 @@ class ReaderOrder(Order):
         self._ranks, self._last_batch = ranks, last_batch
         self.timeout_s, self.may_wait, self.repeats = 0.0, False, -1
         # Number the loader, and its epochs in this process, as the other ranks number theirs.
-        self._loader, self._begun = -1, 0
+        self._loader, self._epoch_count = -1, 0
         self._warned = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class ReaderOrder(Order):
         self._board: Board | None = None
         if world_size > 1:
             store = stream.store or store_of_job()
-            name = f"{self._number()}/{self._begun}"
-            self._begun += 1
+            name = f"{self._number()}/{self._epoch_count}"
+            self._epoch_count += 1
             self._board = Board(store, name, self._facts, range(rank, stream.readers, world_size))
 
     def _warn(self, text: str) -> None:
@@ -173,15 +173,15 @@ class ReaderOrder(Order):
         """Return this: the epoch's readings, of which there may be more after StopIteration."""
         return self
 
-    def hear(self, found: Found, *, is_here: bool) -> None:
+    def hear(self, found: Found, *, is_told_now: bool) -> None:
         """Record what was found with a batch.
 
-        Called on the engine's thread, or with ``is_here`` on the user's, which tells other ranks
-        now. Otherwise they are told with the next reading, which is drawn before the batch is
+        Called on the engine's thread, or with ``is_told_now`` on the user's, which tells other
+        ranks now. Otherwise they are told with the next reading, which is drawn before the batch is
         delivered.
         """
         self._heard.append(found)
-        if is_here:
+        if is_told_now:
             self._hear_all()
 
     def _hear_all(self) -> None:

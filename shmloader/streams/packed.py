@@ -52,7 +52,7 @@ class Packed(Window):
         self._items, self._lengths = list[Item](), list[int]()
         super().__init__(source, run, window, seed)
 
-    def _here(self) -> State:
+    def _present(self) -> State:
         """Return how many records after a position below the window begins, and that position."""
         return 0, self.source.state()
 

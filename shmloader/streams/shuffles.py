@@ -28,7 +28,7 @@ class Window(Stage, abc.ABC):
     def __init__(self, source: Stage, run: Run, count: int, seed: int) -> None:
         super().__init__(source, run)
         self._count, self._seed = count, seed
-        self._begin(0, self._here())
+        self._begin(0, self._present())
 
     def _begin(self, window: int, start: State) -> None:
         """Begin a window, whose records come next."""
@@ -38,7 +38,7 @@ class Window(Stage, abc.ABC):
         self._left, self._taken = list[Any](), 0
         self._following: State | None = None
 
-    def _here(self) -> State:
+    def _present(self) -> State:
         """Return the position of the stage below, as a state has it."""
         return (self.source.state(),)
 
@@ -96,7 +96,7 @@ class Windowed(Window):
     """Permutes each run of ``count`` records."""
 
     def _make(self) -> tuple[list[Item] | None, State]:
-        return list(islice(self.source, self._count)) or None, self._here()
+        return list(islice(self.source, self._count)) or None, self._present()
 
 
 def fewer_records(run: Run) -> ValueError:

@@ -102,8 +102,8 @@ def _make(path: str) -> Arrays:
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise ValueError("neither a file nor a block of zeros follows")
         except (tarfile.TarError, ValueError) as error:
-            place = f"at the file {name}" if name else "at its beginning"
-            raise unreadable(path, f"{place}, {error}") from error
+            where = f"at the file {name}" if name else "at its beginning"
+            raise unreadable(path, f"{where}, {error}") from error
     return {
         "firsts": np.array([*firsts, len(offsets)], np.int64),
         "offsets": np.array(offsets, np.int64),
