@@ -276,7 +276,8 @@ def list_getter(dataset: Any) -> Get | None:
 
     Those of torch's ``Subset`` and of ``CutDataset`` do so if the dataset in them has none.
     """
-    return dataset.__getitems__ if getattr(_innermost(dataset), "__getitems__", None) else None
+    getitems: Get | None = getattr(dataset, "__getitems__", None)
+    return getitems if getitems and getattr(_innermost(dataset), "__getitems__", None) else None
 
 
 def map_style_stop(error: StopIteration) -> RuntimeError:

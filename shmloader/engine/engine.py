@@ -260,20 +260,19 @@ class Engine:
                 self.send_drawn()
             if scheduler.is_workers_due or self._wanted_workers is not None:
                 self._adjust_workers()
-            # Most often the awaited answer is here already: no call of the selector is needed.
             ticket = scheduler.first()
-            has_received = ticket is not None and ticket.answer is None and pool.poll(self)
             if ticket is not None and ticket.answer is not None:
                 scheduler.pop(ticket)
                 if self._watch is None or not self._is_left_out(self._watch, ticket):
                     return self._deliver(ticket)
                 deadline = None
                 continue
-            if has_received:
+            # Most often the awaited answer has come by now: no call of the selector is needed.
+            is_over = ticket is None and scheduler.is_exhausted
+            if not is_over and pool.poll(self):
                 continue
             # The user's thread may still send a ticket that a worker accepts.
-            is_fed = own is not None and not own.is_ended and scheduler.accepts_tickets
-            if scheduler.is_exhausted and not is_fed:
+            if is_over and (own is None or own.is_ended or not scheduler.accepts_tickets):
                 if own is not None and self.send_drawn():
                     continue
                 if self._readings is not None and self._readings.draw_owed(
@@ -284,13 +283,16 @@ class Engine:
                 if error is not None:
                     self._fail(error)
                 raise Instead(StopIteration())
-            if own is None:  # otherwise the user's thread keeps the deadline
+            if own is None and self._timeout_s > 0:  # otherwise the user's thread keeps it
                 deadline = deadline or self._deadline()
-            if not self._receive_any(deadline):
+            if deadline is None and self._sample_timeout_s is None:
+                pool.wait(None, self)
+            elif not self._receive_any(deadline):
                 raise Instead(self.late())
             if own is not None:
                 own.pause()
-            self.check_open()
+            if self.is_closed or pool.is_inherited:
+                self.check_open()
 
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None

@@ -395,9 +395,9 @@ static PyObject *copy_sequences(PyObject *module, PyObject *args)
 #define NONE_YET -2
 #define MOST_BYTES (1 << 15)
 
-/* If letting others run took longer than this, another process needs the core. */
-#define LONG_NS 500000
-/* Then none is let run for so many times as long: a process that sleeps gets the core back sooner. */
+/* If looking took longer than this, other processes need the core. */
+#define LONG_NS 3000000
+/* Then nobody looks again for so many times as long: who sleeps gets the core back sooner. */
 #define REST 32
 
 static int64_t clock_ns(void)
@@ -407,17 +407,21 @@ static int64_t clock_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Whether to look for a message again; lets other processes run first. */
-static int look_again(Py_ssize_t *looks)
+/* Whether to look for a message again; lets other processes run first. *began_ns is 0 at first. */
+static int look_again(Py_ssize_t *looks, int64_t *began_ns)
 {
     static int64_t rests_until; /* threads may overwrite each other's */
-    int64_t began_ns = clock_ns();
-    if (--*looks <= 0 || began_ns < __atomic_load_n(&rests_until, __ATOMIC_RELAXED))
+    if (--*looks <= 0)
         return 0;
+    int64_t now_ns = clock_ns();
+    if (now_ns < __atomic_load_n(&rests_until, __ATOMIC_RELAXED))
+        return 0;
+    if (*began_ns == 0)
+        *began_ns = now_ns;
     sched_yield(); /* a sandbox may refuse it */
-    int64_t took_ns = clock_ns() - began_ns;
-    if (took_ns > LONG_NS)
-        __atomic_store_n(&rests_until, began_ns + REST * took_ns, __ATOMIC_RELAXED);
+    now_ns = clock_ns();
+    if (now_ns - *began_ns > LONG_NS)
+        __atomic_store_n(&rests_until, now_ns + REST * (now_ns - *began_ns), __ATOMIC_RELAXED);
     return 1;
 }
 
@@ -433,6 +437,7 @@ static PyObject *receive(PyObject *module, PyObject *args)
     char buffer[MOST_BYTES];
     PyObject *channel;
     Py_ssize_t most_bytes, looks;
+    int64_t began_ns = 0;
     (void)module;
     if (!PyArg_ParseTuple(args, "Onn", &channel, &most_bytes, &looks))
         return NULL;
@@ -444,7 +449,7 @@ static PyObject *receive(PyObject *module, PyObject *args)
     ssize_t got = receive_now(fd, buffer, (size_t)most_bytes);
     if (got == NONE_YET && looks > 1) {
         Py_BEGIN_ALLOW_THREADS
-        while (got == NONE_YET && look_again(&looks))
+        while (got == NONE_YET && look_again(&looks, &began_ns))
             got = receive_now(fd, buffer, (size_t)most_bytes);
         Py_END_ALLOW_THREADS
     }
@@ -459,6 +464,7 @@ static PyObject *receive_any(PyObject *module, PyObject *args)
     Py_buffer fds;
     Py_ssize_t many, looks, i;
     int ready, fd;
+    int64_t began_ns = 0;
     (void)module;
     if (!PyArg_ParseTuple(args, "y*nn", &fds, &many, &looks))
         return NULL;
@@ -470,7 +476,7 @@ static PyObject *receive_any(PyObject *module, PyObject *args)
     PyBuffer_Release(&fds);
     if (found != NULL) {
         Py_BEGIN_ALLOW_THREADS
-        while ((ready = poll(polled, (nfds_t)watched, 0)) == 0 && look_again(&looks))
+        while ((ready = poll(polled, (nfds_t)watched, 0)) == 0 && look_again(&looks, &began_ns))
             ;
         Py_END_ALLOW_THREADS
         for (i = many; i < watched && ready > 0; i++)

@@ -284,6 +284,8 @@ class FlatReader:
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
         self._fields = [_reading_of(field) for field in layout.fields]
+        calls: dict[int, Any] = {LIST: list, BARE: itemgetter(0)}  # without a frame of Python's
+        self._contain = calls.get(layout.container, layout.contain)
         self.lends = any(is_large for is_large, *_ in self._fields)
 
     def read(self, slot: Slot, lease: Any) -> object:
@@ -310,7 +312,7 @@ class FlatReader:
             if exact is not None:
                 tensor = torch.empty(0, dtype=exact[0], device="cpu").set_(storage, 0, *exact[1:])
             fields.append(tensor)
-        return self.layout.contain(fields)
+        return self._contain(fields)
 
 
 def _reading_of(field: Field) -> tuple[bool, Any, Any, int, tuple[Any, ...] | None]:

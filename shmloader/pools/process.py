@@ -45,7 +45,7 @@ from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.slot_memory import SlotMemory
 from shmloader.pools.starting import remedied
 from shmloader.pools.status_page import FIRST_TASK, RECEIVING, AtWork, Phase
-from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, look_again
+from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, looks
 from shmloader.process_state import PROCESS
 from shmloader.sampling.indices import IndexArray
 
@@ -320,29 +320,28 @@ class ProcessPool:
         if waker is not None and self.is_waiting:
             waker.wake()
 
-    def poll(self, events: Any) -> bool:
-        """Report what has come or is about to come, as :meth:`wait` does. Never sleeps."""
+    def poll(self, events: Any, most: int | None = None) -> bool:
+        """Report what has come or comes while it looks, as :meth:`wait` does. Never sleeps."""
+        most = most or self._looks
         if compiled.receive_any is not None and not self._is_closed:
             watched, sockets = self._watched
-            found = compiled.receive_any(watched, sockets, self._looks)
+            found = compiled.receive_any(watched, sockets, most)
             for fd, data in found:
                 worker_id = self._by_fd.get(fd)
                 if worker_id is not None:  # else it was lost meanwhile
                     self._receive(worker_id, data, events)
             ready = [] if found else self._poll.poll(0)  # such as a death
             return bool(found) or (bool(ready) and self._report(ready, self._waker, events))
-        for _ in range(self._looks):
+        for _ in looks(most):
             if self._is_closed:
                 break
             if ready := self._poll.poll(0):
                 return self._report(ready, self._waker, events)
-            if not look_again():
-                break
         return False
 
     def wait(self, timeout_s: float | None, events: Any) -> bool:
         """Wait until something happens, and report it."""
-        waker = self._waker  # this reference keeps it open
+        waker = self._waker  # noqa: F841 - this reference keeps it open
         if self._is_closed:
             return False
         self.is_waiting = True
@@ -356,7 +355,7 @@ class ProcessPool:
                 # The interpreter exits. A daemon thread must not return to its caller any more.
                 threading.Event().wait()
             return False
-        return self._report(ready, waker, events)
+        return bool(ready) and self.poll(events, 1)
 
     def _report(self, ready: list[tuple[int, int]], waker: Waker | None, events: Any) -> bool:
         """Report a message of each worker that has sent one, and then deaths."""
@@ -385,9 +384,9 @@ class ProcessPool:
                 self._poll.unregister(worker.channel)
         for worker_id in dead:
             self._receive_all(worker_id, events)
-        for worker in (self.handles[worker_id] for worker_id in dead):
-            self._lose(worker)
-            worker.reap(time.monotonic() + KILL_S)
+        for worker_id in dead:
+            self._lose(self.handles[worker_id])
+            self.handles[worker_id].reap(time.monotonic() + KILL_S)
         for worker_id in dead:
             self._report_death(worker_id, events)
         return has_any or bool(dead)

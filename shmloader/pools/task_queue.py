@@ -18,8 +18,8 @@ task instead of 21.)
 processors, and the next message often arrives sooner. So both ends of a socket look for a message a
 few times, and let other processes run in between. With two workers on two cores, this gives 1.04 to
 1.2 times as many batches a second. But where busy processes share the cores, letting them run takes
-a turn of each, some 16 ms with four on two cores. So after one such turn, both ends sleep at once
-for a while. A rank that shares workers looks less often: torchrun starts
+a turn of each, some 16 ms with four on two cores. So when looking took long, both ends sleep at
+once for a while. A rank that shares workers looks less often: torchrun starts
 each rank in a session of its own, and yielding gives the core only to processes of the same session
 (sched(7), autogroup). With 5 looks instead of 50, two such ranks on two cores take 78 µs of CPU for
 a small batch instead of 129 (AMD EPYC, 2026-11-25).
@@ -31,6 +31,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from shmloader.memory import compiled
@@ -48,35 +49,35 @@ SHARED_LOOKS = 5
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
 
 
-# If letting others run took longer than this, another process needs the core. Then none is let run
-# for so many times as long: a process that sleeps gets the core back sooner.
-_LONG_NS, _REST = 500_000, 32
+# If looking took longer than this, other processes need the core. Then nobody looks again for so
+# many times as long: who sleeps gets the core back sooner.
+_LONG_NS, _REST = 3_000_000, 32
 _rests_until_ns = 0
 
 
-def look_again() -> bool:
-    """Return whether to look for a message again; first let another process have this core."""
+def looks(most: int) -> Iterator[None]:
+    """Yield for each look for a message, and let another process have this core in between."""
     global _rests_until_ns  # noqa: PLW0603 - as in the compiled part, one for the process
-    began_ns = time.monotonic_ns()
-    if began_ns < _rests_until_ns:
-        return False
-    try:
-        os.sched_yield()
-    except OSError as error:
-        # A sandbox may refuse it, with any number. A signal handler's error has none.
-        if error.errno is None:
-            raise
-    took_ns = time.monotonic_ns() - began_ns
-    if took_ns > _LONG_NS:
-        _rests_until_ns = began_ns + _REST * took_ns
-    return True
-
-
-def _receive(channel: socket.socket, most_bytes: int, looks: int) -> bytes | None:
-    """Receive a message: b"" if the other end is closed, None if there is none after ``looks``."""
-    for look in range(looks):
-        if look and not look_again():
+    yield
+    began_ns = now_ns = time.monotonic_ns()
+    for _ in range(most - 1):
+        if now_ns < _rests_until_ns:
             break
+        try:
+            os.sched_yield()
+        except OSError as error:
+            # A sandbox may refuse it, with any number. A signal handler's error has none.
+            if error.errno is None:
+                raise
+        now_ns = time.monotonic_ns()
+        if now_ns - began_ns > _LONG_NS:
+            _rests_until_ns = now_ns + _REST * (now_ns - began_ns)
+        yield
+
+
+def _receive(channel: socket.socket, most_bytes: int, most: int) -> bytes | None:
+    """Receive a message: b"" if the other end is closed, None if there is none after some looks."""
+    for _ in looks(most):
         try:
             return channel.recv(most_bytes, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -49,7 +49,7 @@ from shmloader.pools.status_page import (
     STACK_SIGNAL,
     Phase,
 )
-from shmloader.pools.task_queue import LOOK_S, LOOKS, look_again, receive, watch_queue
+from shmloader.pools.task_queue import LOOK_S, LOOKS, looks, receive, watch_queue
 from shmloader.pools.worker_dataset import introduce
 
 
@@ -148,7 +148,7 @@ class _Client:
         # The pieces of a long message that have come.
         self._pieces = bytearray()
 
-    def receive(self, looks: int) -> bytes | None:
+    def receive(self, most: int) -> bytes | None:
         """Return the next message: b"" if the client has closed its end, None if there is none.
 
         Looks so often where tasks come from.
@@ -156,7 +156,7 @@ class _Client:
         held = self.line.held
         for each in self._sockets:
             held[0] = NO_TASK if each is self.channel else RECEIVING
-            times = looks if each is self._sockets[-1] else 1
+            times = most if each is self._sockets[-1] else 1
             try:
                 data = receive(each, messages.RECEIVE_BYTES, times)
             except ConnectionError:
@@ -253,8 +253,11 @@ class _Worker:
             if os.getpid() != pid:
                 os._exit(1)
             found = self._look()
-            if (found is None or self._is_shared) and not self._wait(is_idle=found is None):
-                return
+            if self._is_shared:
+                if not self._wait(is_idle=found is None):
+                    return
+            elif found is None:
+                self._poll.poll(LOOK_S)
             if found is None:
                 continue
             client, data = found
@@ -267,14 +270,15 @@ class _Worker:
 
     def _look(self) -> tuple[_Client, bytes] | None:
         """Return the next message with its client; None if none is about to arrive."""
-        is_one = len(self._clients) == 1
-        for _ in range(1 if is_one else LOOKS):
+        if len(self._clients) == 1:
+            (client,) = self._clients
+            data = client.receive(LOOKS)
+            return None if data is None else (client, data)
+        for _ in looks(LOOKS):
             for client in self._clients:
-                data = client.receive(LOOKS if is_one else 1)
+                data = client.receive(1)
                 if data is not None:
                     return client, data
-            if is_one or not look_again():
-                break
         return None
 
     def _serve(self, client: _Client, data: bytes) -> None:
@@ -308,7 +312,7 @@ class _Worker:
     def _wait(self, *, is_idle: bool) -> bool:
         """Add a client that has come; if idle, first wait. Returns False if it is to end."""
         ready = self._poll.poll(LOOK_S if is_idle else 0)
-        is_called = self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready)
+        is_called = any(fd == self._channel.fileno() for fd, _ in ready)
         return not is_called or self._add_client()
 
     # Getting ready ------------------------------------------------------------------------
