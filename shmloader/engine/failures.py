@@ -120,7 +120,7 @@ class FailureWatch(FailureLimit):
     Args:
         listed: The loader's list of failures.
         max_failures: The number of samples that may fail, or their share; None allows any number.
-        keep_size: Whether a batch must not be left out (see ``FetchConfig``).
+        keep_size: Whether a batch must not be left out, since other ranks expect as many.
         replaces: Whether the user's ``on_error`` function replaces bad samples, or raises them.
         copies: Whether copies of good samples take the places of bad ones.
         hear: Called with each :class:`~shmloader.streams.reader.Found` of a stream's readers; None

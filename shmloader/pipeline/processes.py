@@ -43,7 +43,7 @@ from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
-from shmloader.pools.starting import OwnWorkers
+from shmloader.pools.starting import OwnWorkers, remedied
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_queue import TaskQueue
 
@@ -90,9 +90,10 @@ class ProcessExecutor(OwnThread):
         self._sent: dict[int, Job] = {}
         self._numbers = itertools.count()
         count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + _LEND_LIMIT)
-        arena = Arena.create(None, window + _LEND_LIMIT)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
-        tasks = TaskConfig(config, arena, StatusPage(count), TaskQueue(), memory)
+        with remedied():
+            arena = Arena.create(None, window + _LEND_LIMIT)
+            tasks = TaskConfig(config, arena, StatusPage(count), TaskQueue(), memory)
         objects = (OpItems(stage), None, unchanged, "raise")
         seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
         starter = OwnWorkers(None, count, objects, tasks, seed, names)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -302,6 +303,18 @@ def outcomes(batches: Any, most: int = 200) -> list[Any]:
 def last_line(error: BaseException) -> str:
     """Return an exception's class and the last line of its text."""
     return f"{type(error).__name__} {str(error).strip().splitlines()[-1]}"
+
+
+@contextlib.contextmanager
+def few_descriptors(left: int = 0) -> Iterator[None]:
+    """At most so many files can be opened: the limit is that far above the lowest free number."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def descriptor_count() -> int:

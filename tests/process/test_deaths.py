@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import re
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from tests.process.support import (
     Streams,
     Switch,
     descriptor_count,
+    few_descriptors,
     kill,
     only,
     outcomes,
@@ -417,24 +417,12 @@ def test_bad_samples_are_skipped_and_counted_once_though_their_worker_died() -> 
     assert loader.failures.total == 2
 
 
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """No file can be opened: the lowest number that is free is beyond the limit."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_a_replacement_that_cannot_be_started_is_an_error_that_names_the_limit() -> None:
     # Not so early that a worker might die before descriptors are few.
     loader = DataLoader(rows(Deaths({17: 1})), batch_size=2, num_workers=2, worker_restarts=1)
     batches = iter(loader)
     assert contents(itertools.islice(batches, 3)) == expected(20, 2)[:3]
-    with no_descriptors(), pytest.raises(OSError, match=r"ulimit -n") as raised:
+    with few_descriptors(), pytest.raises(OSError, match=r"ulimit -n") as raised:
         contents(batches)
     assert raised.value.errno == errno.EMFILE
     with pytest.raises(ClosedLoaderError, match="ulimit -n"):

@@ -4,6 +4,7 @@ On worker processes they have the loader's own pool and slots; ``transfer`` has 
 ``device=``, tried on the late device.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,15 @@ import torch
 
 import shmloader
 from shmloader import PipelineBuilder, WorkerDiedError
-from tests.process.support import Bad, Gate, Slots, mapping_at, wait_for_end, wait_until
+from tests.process.support import (
+    Bad,
+    Gate,
+    Slots,
+    few_descriptors,
+    mapping_at,
+    wait_for_end,
+    wait_until,
+)
 
 SOON_S = 20.0
 # Said: within 1 s. What must not be waited for here takes a minute.
@@ -162,6 +171,16 @@ def test_what_cannot_be_sent_is_an_error_of_its_item():
     assert any("Stage 'str' failed for item <unlocked" in note for note in caught.value.__notes__)
     with pytest.raises(TypeError, match="pickle"):
         list(on_processes(lambda _: threading.Lock(), [1]))
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_processes_that_cannot_be_started_are_an_error_that_names_the_limit(left):
+    pipeline = on_processes(filled, range(4))
+    with few_descriptors(left), pytest.raises(OSError, match="ulimit -n") as raised:
+        iter(pipeline)
+    assert raised.value.errno == errno.EMFILE
+    with pipeline.auto_stop():
+        assert len(list(pipeline)) == 4
 
 
 @pytest.mark.sampled(1)
