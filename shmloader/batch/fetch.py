@@ -8,9 +8,11 @@ import copy
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from shmloader.batch.collator import Collator
@@ -26,6 +28,7 @@ from shmloader.batch.failures import (
 )
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
+from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import Unsaved
 from shmloader.sampling.pieces import CutDataset
@@ -85,6 +88,10 @@ class FetchConfig(NamedTuple):
 
 class EmptyBatchError(Exception):
     """All samples of a batch failed, and none was replaced. Never reaches the user."""
+
+
+class NotSamplesError(TypeError):
+    """A dataset of lists alone returns no list of samples, so that none can be loaded by itself."""
 
 
 class MapFetcher:
@@ -174,8 +181,14 @@ class MapFetcher:
             what = f"One call of __getitems__ for {describe_indices(indices)}"
             if not self._is_bad(error, what):
                 raise
-        # This shows which sample failed.
-        return self._load_each(self._get, indices)
+            reason = error
+        try:
+            # This shows which sample failed.
+            return self._load_each(self._get, indices)
+        except NotSamplesError as error:
+            raise error from reason
+        finally:
+            del reason  # whose traceback refers to this frame
 
     def _load_each(self, get: Get, indices: Iterable[Any]) -> list[Any]:
         """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
@@ -212,7 +225,8 @@ class MapFetcher:
             return False
         if os.getpid() != self._pid:  # a child that a sample has forked
             os._exit(1)
-        if not self._is_strict and isinstance(error, Exception):
+        may_skip = isinstance(error, Exception) and not isinstance(error, NotSamplesError)
+        if may_skip and not self._is_strict:
             return True
         add_note(error, f"{what} failed.")
         return False
@@ -267,8 +281,20 @@ def item_getter(dataset: Any) -> Get:
     """Return what loads one sample: as a list of one if the dataset has only ``__getitems__``."""
     own = getattr(type(_innermost(dataset)), "__getitem__", None)
     if own in (None, Dataset.__getitem__) and list_getter(dataset) is not None:
-        return lambda index: dataset.__getitems__([index])[0]
+        return functools.partial(_load_list_of_one, dataset)
     return functools.partial(operator.getitem, dataset)
+
+
+def _load_list_of_one(dataset: Any, index: Any) -> Any:
+    samples = dataset.__getitems__([index])
+    if isinstance(samples, Sequence | torch.Tensor | np.ndarray) and len(samples) == 1:
+        return samples[0]
+    raise NotSamplesError(
+        f"__getitems__ of the dataset returned {described_type(samples)} for a list of one index. "
+        "Where samples are loaded one by one (on_error=, seed=, fetch_concurrency=, "
+        "ShardedDataLoader), it has to return a list of one sample, or the dataset needs a "
+        "__getitem__."
+    )
 
 
 def list_getter(dataset: Any) -> Get | None:

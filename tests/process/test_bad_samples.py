@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import threading
+import traceback
 from fractions import Fraction
 from typing import Any
 
@@ -441,6 +442,32 @@ def test_a_dataset_of_lists_alone_loads_its_samples_one_by_one(
     loader = DataLoader(wrap(ListsAlone(8, 5)), **options)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 6, 7]]
     assert listed(loader) == [5]
+
+
+class ColumnsAlone(ListsAlone):
+    """Loads columns of samples, of which none can be told from the others."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"x": torch.tensor(super().__getitems__(indices))}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_bad_sample_of_a_dataset_of_columns_alone_takes_no_good_ones_with_it(
+    is_wrapped: bool, workers: int
+) -> None:
+    dataset: Any = ColumnsAlone(8, 5)
+    if is_wrapped:
+        dataset = Subset(dataset, range(8))
+    options = {"batch_size": 4, "num_workers": workers, "collate_fn": dict}
+    batches = iter(DataLoader(dataset, on_error="skip", **options))
+    assert next(batches)["x"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(TypeError, match="returned a dict for a list of one index") as caught:
+        next(batches)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "no 5" in text
+    with pytest.raises(TypeError, match=r"one by one .*seed=.* needs a __getitem__"):
+        next(iter(DataLoader(dataset, seed=1, **options)))
 
 
 def test_a_child_that_a_bad_sample_forks_loads_no_further_samples() -> None:
