@@ -208,6 +208,7 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     """Return how tasks are served, with a new arena."""
     # The figures by which workers check that there is memory for the slots.
     memory = MemoryConfig(config.num_workers, config.slot_count, config.root)
-    queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(config.slot_bytes, config.most_window + config.lend_limit)
-    return TaskConfig(config.fetch, arena, StatusPage(config.most_workers), queue, memory)
+    page = StatusPage(config.most_workers)
+    queue = TaskQueue() if config.is_dynamic else None  # last: as garbage, its sockets would warn
+    return TaskConfig(config.fetch, arena, page, queue, memory)

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -428,6 +429,19 @@ def test_a_replacement_that_cannot_be_started_is_an_error_that_names_the_limit()
     with pytest.raises(ClosedLoaderError, match="ulimit -n"):
         next(batches)
     assert contents(loader) == expected(20, 2)
+
+
+@pytest.mark.parametrize("left", range(6))
+def test_workers_that_cannot_be_started_leave_nothing_that_garbage_would_warn_of(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", warned.append)
+    loader = DataLoader(range(4), batch_size=2, num_workers=2, seed=1)
+    with few_descriptors(left), contextlib.suppress(OSError):
+        iter(loader)
+    gc.collect()
+    assert warned == []
 
 
 def test_a_replacement_has_the_number_the_seed_and_the_streams_of_a_new_worker() -> None:
