@@ -186,7 +186,7 @@ def _write_tensors(values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         array = np.array([*map(_Tensor.tolist, values)])
         is_plain = {*map(type, values)} == {_Tensor} and not any(map(_REQUIRES_GRAD, values))
         if is_plain and array.dtype.kind == number:
-            out.numpy()[:] = array
+            out.copy_(torch.from_numpy(array))  # numpy would warn if a number becomes infinite
             return
     if out.nbytes <= COPY_OUT_BYTES:  # faster without out=, even with another copy
         stacked = torch.stack(values)  # type: ignore[arg-type]

@@ -445,6 +445,9 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
         n, dtype=DTYPES_OF_INTS[n % 4]
     ),
     "0-d tensors, then wider ones": lambda n: torch.tensor(n / 3, dtype=DTYPES_OF_FLOATS[n % 2]),
+    "0-d tensors, then wider ones that become infinite": lambda n: torch.tensor(
+        1e300 * (n % 2), dtype=DTYPES_OF_FLOATS[n % 2]
+    ),
     "0-d tensors, then a subclass": lambda n: torch.tensor(n / 3).as_subclass(LATER[n % 2]),
     "tensors, then a subclass": lambda n: floats(2, start=n).as_subclass(LATER[n % 2]),
     "empty tensors": lambda n: torch.empty(0, 3),
