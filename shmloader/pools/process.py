@@ -51,7 +51,7 @@ from shmloader.sampling.indices import IndexArray
 
 _GRACE_S = 1.0
 
-# A worker receives in some microseconds. One that takes this long is stopped.
+# A worker looks for a task for some milliseconds at most. One that takes this long is stopped.
 _RECEIVING_S = 2.0
 _LOOK_S = 0.0002
 
