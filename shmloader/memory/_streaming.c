@@ -397,8 +397,10 @@ static PyObject *copy_sequences(PyObject *module, PyObject *args)
 
 /* If looking took longer than this, other processes need the core. */
 #define LONG_NS 3000000
-/* Then nobody looks again for so many times as long: who sleeps gets the core back sooner. */
+/* Then nobody looks again for so many times as long, a second at most: who sleeps gets the core
+ * back sooner. */
 #define REST 32
+#define MOST_REST_NS 1000000000
 
 static int64_t clock_ns(void)
 {
@@ -420,8 +422,10 @@ static int look_again(Py_ssize_t *looks, int64_t *began_ns)
         *began_ns = now_ns;
     sched_yield(); /* a sandbox may refuse it */
     now_ns = clock_ns();
-    if (now_ns - *began_ns > LONG_NS)
-        __atomic_store_n(&rests_until, now_ns + REST * (now_ns - *began_ns), __ATOMIC_RELAXED);
+    int64_t rest_ns = REST * (now_ns - *began_ns);
+    if (rest_ns > REST * LONG_NS)
+        __atomic_store_n(&rests_until, now_ns + (rest_ns < MOST_REST_NS ? rest_ns : MOST_REST_NS),
+                         __ATOMIC_RELAXED);
     return 1;
 }
 

@@ -50,8 +50,8 @@ _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
 
 
 # If looking took longer than this, other processes need the core. Then nobody looks again for so
-# many times as long: who sleeps gets the core back sooner.
-_LONG_NS, _REST = 3_000_000, 32
+# many times as long, a second at most: who sleeps gets the core back sooner.
+_LONG_NS, _REST, _MOST_REST_NS = 3_000_000, 32, 1_000_000_000
 _rests_until_ns = 0
 
 
@@ -71,7 +71,7 @@ def looks(most: int) -> Iterator[None]:
                 raise
         now_ns = time.monotonic_ns()
         if now_ns - began_ns > _LONG_NS:
-            _rests_until_ns = now_ns + _REST * (now_ns - began_ns)
+            _rests_until_ns = now_ns + min(_REST * (now_ns - began_ns), _MOST_REST_NS)
         yield
 
 
