@@ -285,9 +285,7 @@ class Engine:
                 raise Instead(StopIteration())
             if own is None and self._timeout_s > 0:  # otherwise the user's thread keeps it
                 deadline = deadline or self._deadline()
-            if deadline is None and self._sample_timeout_s is None:
-                pool.wait(None, self)
-            elif not self._receive_any(deadline):
+            if not self._receive_any(deadline):
                 raise Instead(self.late())
             if own is not None:
                 own.pause()

@@ -323,7 +323,7 @@ def test_a_loader_that_is_sent_to_processes_of_a_group_has_their_ranks(monkeypat
     for process in processes:
         process.join(30)
     queue.close()
-    queue.join_thvalues()
+    queue.join_thread()
     for rank in range(2):
         expected = values(make(rank=rank, world_size=2))
         assert found[rank] == (rank, len(expected), expected, rank, 2)
