@@ -273,7 +273,7 @@ class Engine:
                 continue
             # The user's thread may still send a ticket that a worker accepts.
             if is_over and (own is None or own.is_ended or not scheduler.accepts_tickets):
-                if own is not None and self.send_drawn():
+                if self.send_drawn():
                     continue
                 if self._readings is not None and self._readings.draw_owed(
                     self._offer, may_wait=True
