@@ -94,12 +94,13 @@ class Segment(mmap.mmap):
         nbytes: Length in bytes.
         address: Address of the first byte in this process.
         token: The random number at its start.
+        sealed: What it maps, with its file.
     """
 
     nbytes: int
     address: int
     token: bytes
-    _sealed: SealedSegment
+    sealed: SealedSegment
 
     @classmethod
     def open(cls, sealed: SealedSegment) -> Self:
@@ -122,7 +123,7 @@ class Segment(mmap.mmap):
         if segment[:TOKEN_BYTES] != sealed.token:
             raise SharedMemoryError(_GONE)
         segment.madvise(mmap.MADV_DONTDUMP)
-        segment.nbytes, segment.token, segment._sealed = sealed.nbytes, sealed.token, sealed
+        segment.nbytes, segment.token, segment.sealed = sealed.nbytes, sealed.token, sealed
         segment.address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
         PROCESS.segments[sealed.token] = segment
         return segment
@@ -146,7 +147,7 @@ class Segment(mmap.mmap):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a handle. Without this, pickle would call mmap's, which raises."""
-        return self._sealed.__reduce__()
+        return self.sealed.__reduce__()
 
 
 def _attach(token: bytes, nbytes: int, where: Any) -> Segment:

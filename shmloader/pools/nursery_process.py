@@ -101,6 +101,7 @@ def serve(channel: socket.socket, start: HostStart | None = None) -> None:
     ignore_sigint()
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel may reap the workers
     gc.freeze()
+    gc.enable()  # which its name has disabled
     _Server(start, handler).run(channel)
 
 

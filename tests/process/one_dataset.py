@@ -34,7 +34,7 @@ def find(dataset: Any) -> dict[str, Any]:
     assert segment is not None
     return {
         "builder": dataset.builder,
-        "file": os.fstat(segment._sealed.file.fileno()).st_ino,
+        "file": os.fstat(segment.sealed.file.fileno()).st_ino,
         "pid": os.getpid(),
     }
 

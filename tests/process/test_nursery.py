@@ -342,3 +342,62 @@ def test_what_unpickling_does_to_the_random_streams_comes_before_the_seeds() -> 
         drawn.append(torch.cat(list(loader)).flatten().tolist())
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 4
+
+
+COLLECTING = """
+import gc
+from shmloader import DataLoader
+
+was_enabled = gc.isenabled()
+
+class Data:
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return was_enabled, gc.isenabled()
+
+if __name__ == "__main__":
+    print(list(DataLoader(Data(), batch_size=None, num_workers=1, multiprocessing_context="spawn")))
+"""
+
+
+def test_no_garbage_is_collected_while_it_imports_the_program(tmp_path) -> None:
+    done = run_program(COLLECTING, tmp_path / "program.py")
+    assert done.out.strip() == "[[False, True]]", done
+
+
+LOADING = """
+import os, pathlib, time
+import torch.utils.data
+from shmloader import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index
+    def __getstate__(self):
+        return os.path.dirname(__file__)
+    def __setstate__(self, directory):
+        file = pathlib.Path(directory, {name})
+        file.touch(exist_ok=False)
+        {then}
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    print(list(DataLoader(Data(), batch_size=None, num_workers=4, multiprocessing_context="spawn")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("'one'", "time.sleep(0.2); file.unlink()"),
+        # They wait for each other, for no longer than it takes until all of them load at once.
+        ("str(os.getpid())", "while len([*file.parent.glob('[0-9]*')]) < 4: time.sleep(0.01)"),
+    ],
+)
+def test_as_many_workers_load_the_dataset_at_once_as_there_are_cores(tmp_path, name, then) -> None:
+    source = LOADING.format(name=name, then=then)
+    done = run_program(source, tmp_path / "program.py")
+    assert done.out.strip() == str([*range(8)]), done.err

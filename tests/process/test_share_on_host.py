@@ -61,7 +61,7 @@ def fork_child(pid: Any) -> None:
 def file_of(array: Any) -> int:
     segment = find_segment(*address_of(array))
     assert segment is not None
-    return os.fstat(segment._sealed.file.fileno()).st_ino
+    return os.fstat(segment.sealed.file.fileno()).st_ino
 
 
 def make() -> dict[str, Any]:

@@ -383,7 +383,7 @@ def test_memory_that_is_not_there_is_an_error_before_it_is_touched(monkeypatch):
 def test_the_memory_is_gone_with_its_last_user():
     ours = shmloader.share([np.arange(1_000), list(range(LONG)), torch.arange(5)])
     segment = find_segment(ours[0].ctypes.data, 8)
-    fd, token = segment._sealed.file.fileno(), segment.token
+    fd, token = segment.sealed.file.fileno(), segment.token
     assert token in PROCESS.segments
     del segment
     row, items = ours[0][3:4], ours[1][5:6]
@@ -400,7 +400,7 @@ def test_the_memory_is_gone_with_its_last_user():
 def test_the_memory_can_be_changed_by_nobody_not_even_by_its_maker():
     ours = shmloader.share(np.arange(1_000))
     segment = find_segment(ours.ctypes.data, 8)
-    with open(f"/proc/self/fd/{segment._sealed.file.fileno()}", "r+b", buffering=0) as file:  # noqa: PTH123
+    with open(f"/proc/self/fd/{segment.sealed.file.fileno()}", "r+b", buffering=0) as file:  # noqa: PTH123
         for change in (
             lambda: file.write(b"x"),
             lambda: file.truncate(8),
