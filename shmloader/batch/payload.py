@@ -14,7 +14,6 @@ machine open its segment through ``/proc``. A process that cannot open it raises
 
 import contextlib
 import errno
-import fcntl
 import functools
 import hashlib
 import multiprocessing.context
@@ -22,7 +21,6 @@ import os
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from multiprocessing import reduction
 from pathlib import Path
@@ -32,7 +30,7 @@ import numpy as np
 import torch
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.limits import usable_cores
+from shmloader.memory.limits import at_most_one_a_core
 from shmloader.memory.pickled import (
     PICKLE_ERRORS,
     OutOfBand,
@@ -57,12 +55,6 @@ from shmloader.shared.containers import reduce_array, reduce_tensor
 
 # The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
-
-# How many load at once: with eight workers on two cores and a million strings (row G of the
-# benchmarks), the first batch came 1.2 times as late (1.1 to 1.3) where all of them did. For how
-# long a worker waits: a dataset that waits for other workers while it is loaded must not hang.
-_MOST_WAIT_S = 10.0
-_LOOK_EVERY_S = 0.01
 
 # Sent before the handle, with descriptors that do not fit beside the handle.
 _MORE = b"."
@@ -254,8 +246,8 @@ class ForkedPayload:
     def __init__(self, objects: object) -> None:
         self._objects = objects
 
-    def load(self) -> Any:
-        """Return the objects."""
+    def load(self, **_: bool) -> Any:
+        """Return the objects. Waits for nothing."""
         return self._objects
 
     def close(self) -> None:
@@ -268,13 +260,17 @@ class ReceivedPayload:
     def __init__(self, handle: bytes, descriptors: list[int]) -> None:
         self._handle, self._descriptors = handle, descriptors
 
-    def load(self) -> Any:
-        """Unpickle the objects. Called once. Raises what the user's objects raise."""
+    def load(self, *, waits: bool = False) -> Any:
+        """Unpickle the objects. Called once. Raises what the user's objects raise.
+
+        With ``waits``, waits for its turn while as many processes load them as there are cores.
+        """
         with PROCESS.opening:
             before, PROCESS.received = PROCESS.received, self._descriptors
             try:
                 segment, spans = pickle.loads(self._handle)
-                with _one_of_as_many_as_cores(segment.sealed.file.fileno()):
+                turn = at_most_one_a_core(segment.sealed.file.fileno())
+                with turn if waits else contextlib.nullcontext():
                     return unseal(segment, spans)
             finally:
                 PROCESS.received = before
@@ -283,30 +279,6 @@ class ReceivedPayload:
         """Close the descriptors instead of loading."""
         for descriptor in self._descriptors:
             os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _one_of_as_many_as_cores(fd: int) -> Iterator[None]:
-    """Be one of as many processes in this block as there are cores; wait for up to 10 s.
-
-    Each of them holds a lock on a byte of the file. The kernel releases it where a process dies.
-    """
-    byte = os.getpid() % usable_cores(Path("/"))
-    give_up_at = time.monotonic() + _MOST_WAIT_S
-    while time.monotonic() < give_up_at:
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except BlockingIOError:
-            time.sleep(_LOOK_EVERY_S)
-        except OSError:  # a sandbox has no locks
-            break
-        else:
-            break
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)
 
 
 def _received(handle: bytes, descriptors: list[Any]) -> ReceivedPayload:

@@ -322,7 +322,7 @@ class _Worker:
         start = self._start
         functions: list[Any] = []
         try:
-            self._dataset, init_fn, *functions = payload.load()
+            self._dataset, init_fn, *functions = payload.load(waits=True)
             # After loading, since modules that it imports may seed the generators or draw.
             seed = seed_worker(start.base_seed, start.worker_id)
             introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
