@@ -291,9 +291,9 @@ def _load_list_of_one(dataset: Any, index: Any) -> Any:
         return samples[0]
     raise NotSamplesError(
         f"__getitems__ of the dataset returned {described_type(samples)} for a list of one index. "
-        "It has to return a list of one sample, or the dataset needs a __getitem__. With "
-        "on_error=, seed=, fetch_concurrency= or in ShardedDataLoader, samples are loaded one by "
-        "one."
+        "Samples are loaded one by one with seed=, on_error=, fetch_concurrency= and in "
+        "ShardedDataLoader. It has to return a list of one sample, or the dataset needs a "
+        "__getitem__."
     )
 
 
