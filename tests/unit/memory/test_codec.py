@@ -309,6 +309,12 @@ def test_flat_samples_go_the_short_way_and_arrive_as_torch_s(bench, packer, samp
         assert_same(arrived, collated_by_torch(batch))
 
 
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_numbers_that_torch_does_not_promote_are_left_to_it(packer, shape):
+    samples = [torch.ones(shape, dtype=dtype) for dtype in (torch.int64, torch.uint32)]
+    assert packer.pack(samples) is None
+
+
 def test_arrays_of_other_lengths_are_not_taken_for_a_batch_of_as_many_numbers(packer):
     assert packer.pack([np.arange(3), np.arange(2), np.arange(4)]) is None
 
