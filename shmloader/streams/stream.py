@@ -141,7 +141,8 @@ class Stream(IterableDataset[Any]):
     def repeat(self) -> Self:
         """Begin the shards again after their end, in the order of a further epoch, without end.
 
-        A reader ends only after a pass without any record.
+        A reader ends only after a pass without any record. Filter before this: if a filter above
+        keeps no record at all, its reader reads for ever.
         """
         return self._then("repeat", Repeated, self.stage)
 

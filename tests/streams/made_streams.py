@@ -80,7 +80,8 @@ def steps() -> st.SearchStrategy[Any]:
         counts.map(lambda count: lambda stream: stream.shuffle(count, rolling=True)),
         st.integers(0, 60).map(lambda count: lambda stream: stream.take(count)),
         st.integers(0, 20).map(lambda count: lambda stream: stream.skip(count)),
-        st.just(lambda stream: stream.repeat()),
+        # Without an end, a stage above that keeps nothing would search for ever.
+        st.integers(0, 300).map(lambda count: lambda stream: stream.repeat().take(count)),
     )
 
 
