@@ -1,6 +1,5 @@
 """Where any worker may make any batch: idle ones take the oldest tasks; workers may be added."""
 
-import contextlib
 import multiprocessing
 import os
 import random
@@ -378,23 +377,6 @@ def test_a_number_that_it_has_found_is_not_warned_of(monkeypatch) -> None:
     with auto(persistent_workers=True) as loader, warnings.catch_warnings():
         warnings.simplefilter("error")
         iter(loader)
-
-
-@pytest.mark.parametrize("step_s", [0, 0.005])
-def test_it_finds_about_as_many_as_help(monkeypatch, step_s) -> None:
-    """One sample at a time is loaded, or two suffice: more workers make nothing faster."""
-    monkeypatch.setattr(adapting, "PERIOD_NS", 100_000_000)
-    lock = multiprocessing.get_context("fork").Lock()
-
-    def sample(index: int) -> int:
-        with lock if not step_s else contextlib.nullcontext():
-            time.sleep(0.005)
-        return index
-
-    with DataLoader(Calls(sample, 400), num_workers="auto", seed=0) as loader:
-        for _ in loader:
-            time.sleep(step_s)
-        assert loader.num_workers <= 3
 
 
 def test_a_warning_where_content_may_depend_on_the_worker() -> None:

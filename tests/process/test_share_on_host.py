@@ -106,6 +106,14 @@ def test_calls_are_told_apart_by_their_order_and_one_within_build_does_not_count
     assert run.results(both, 2) == [["inner", "outer", "next"]] * 2
 
 
+def test_a_rank_may_be_a_call_ahead(run) -> None:
+    def both() -> list[str]:
+        return [share_on_host(lambda text=text: [text] * 1000)[7] for text in ("first", "next")]
+
+    assert run.start(both, 0, 2).result() == ["first", "next"]
+    assert run.start(both, 1, 2).result() == ["first", "next"]
+
+
 def test_another_run_builds_anew_though_the_builder_before_lives(run, tmp_path) -> None:
     before = run.start(contents, 0, 3).result()
     with contextlib.closing(Run(tmp_path / "another store")) as another:
