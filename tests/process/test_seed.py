@@ -406,6 +406,8 @@ def test_an_iterable_dataset_draws_by_worker_and_position(workers, persistent) -
     seen += [tuple(drawn) for _, drawn in by_index(second).values()]
     assert len(set(seen)) == 40
     assert len({tuple(opened) for opened, _ in by_index(first).values()}) == max(1, workers)
+    collated = [tuple(drawn) for _, drawn in (*first, *second)]
+    assert len(set(collated)) == len(collated)
     # Not on the size of batches; and not on the loader's process.
     single = epochs_of(stream_of(**options, batch_size=1), 1)[0]
     assert by_index(single) == by_index(first)
