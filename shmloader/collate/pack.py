@@ -172,11 +172,11 @@ class Pack(Collate):
         shape = ((self._fixed_sequences or count) + 1,)
         positions, numbers = empty((1, total), torch.int64), empty((1, total), torch.int32)
         # Both are running sums: of steps of one, and of where sequences begin.
-        steps, begun, firsts = positions.numpy()[0], numbers.numpy()[0], ends[:-1]
-        steps[:], begun[:] = 1, 0
-        steps[0], steps[firsts], begun[firsts] = self._first_position, 1 - lengths[:-1], 1
+        steps, sequence, firsts = positions.numpy()[0], numbers.numpy()[0], ends[:-1]
+        steps[:], sequence[:] = 1, 0
+        steps[0], steps[firsts], sequence[firsts] = self._first_position, 1 - lengths[:-1], 1
         steps.cumsum(out=steps)
-        begun.cumsum(dtype=np.int32, out=begun)
+        sequence.cumsum(dtype=np.int32, out=sequence)
         bounds = [empty(shape, torch.int32), empty(shape, torch.int32)]
         for each in bounds:
             array = each.numpy()

@@ -114,7 +114,7 @@ def _fit_measures(lengths: Numbers, budget: Numbers) -> tuple[Numbers, Numbers]:
     sums = np.full(len(rows), float(len(budget)))
     batches = np.empty(len(rows), np.int64)
     batch_count = 0
-    for place, row in enumerate(rows.tolist()):
+    for at, row in enumerate(rows.tolist()):
         fits = np.ones(batch_count, np.bool_)
         for space, length in zip(spaces, lengths[row], strict=True):
             fits &= space[:batch_count] >= length
@@ -123,7 +123,7 @@ def _fit_measures(lengths: Numbers, budget: Numbers) -> tuple[Numbers, Numbers]:
         batch_count = max(batch_count, batch + 1)
         spaces[:, batch] -= lengths[row]
         sums[batch] -= shares[row].sum()
-        batches[place] = batch
+        batches[at] = batch
     return rows, batches
 
 

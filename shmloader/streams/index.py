@@ -45,14 +45,14 @@ def arrays_of(path: str, kind: str, make: Callable[[str], Arrays]) -> Arrays:
         Exception: What ``make`` raises.
     """
     identity = _identity(path, kind)
-    for place in _places(path):
+    for file in _files(path):
         with contextlib.suppress(OSError, ValueError):
-            return _decoded(place.read_bytes(), identity)
+            return _decoded(file.read_bytes(), identity)
     arrays = make(path)
     data = _encoded(arrays, identity)
-    for place in _places(path):
+    for file in _files(path):
         with contextlib.suppress(OSError):
-            _write(place, data)
+            _write(file, data)
             break
     return arrays
 
@@ -63,8 +63,8 @@ def _identity(path: str, kind: str) -> dict[str, Any]:
     return {"version": _VERSION, "kind": kind, **about}
 
 
-def _places(path: str) -> tuple[Path, Path]:
-    """Return where an index may lie, the better place first."""
+def _files(path: str) -> tuple[Path, Path]:
+    """Return where an index may lie, the better one first."""
     absolute = Path(path).absolute()
     name = hashlib.blake2b(os.fsencode(absolute), digest_size=16).hexdigest()
     return Path(path + SUFFIX), cache_folder() / "indexes" / (name + SUFFIX)
@@ -102,13 +102,13 @@ def _decoded(data: bytes, identity: dict[str, Any]) -> Arrays:
     return arrays
 
 
-def _write(place: Path, data: bytes) -> None:
+def _write(file: Path, data: bytes) -> None:
     """Write an index as a whole. No other process or thread uses the same temporary name."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}-{next(_attempts)}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}-{next(_attempts)}")
     try:
         temporary.write_bytes(data)
-        temporary.replace(place)
+        temporary.replace(file)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
