@@ -233,7 +233,7 @@ class Engine:
         """End the present or the next wait of the engine's thread. Called from any thread."""
         self._pool.wake()
 
-    def next_batch(self) -> object:  # noqa: PLR0912 - each call of a part would cost 0.1 µs
+    def next_batch(self) -> object:
         """Return the next batch.
 
         Raises:
@@ -261,36 +261,49 @@ class Engine:
             if scheduler.is_workers_due or self._wanted_workers is not None:
                 self._adjust_workers()
             ticket = scheduler.first()
-            if ticket is not None and ticket.answer is not None:
-                scheduler.pop(ticket)
-                if self._watch is None or not self._is_left_out(self._watch, ticket):
-                    return self._deliver(ticket)
-                deadline = None
-                continue
-            # Most often the awaited answer has come by now: no call of the selector is needed.
-            is_over = ticket is None and scheduler.is_exhausted
-            if not is_over and pool.poll(self):
-                continue
-            # The user's thread may still send a ticket that a worker accepts.
-            if is_over and (own is None or own.is_ended or not scheduler.accepts_tickets):
-                if self.send_drawn():
+            if ticket is None or ticket.answer is None:
+                # Most often the awaited answer has come by now: no call of the selector is needed.
+                is_over = ticket is None and scheduler.is_exhausted
+                if is_over or not pool.poll(self):
+                    deadline = self._wait(deadline, is_over=is_over)
                     continue
-                if self._readings is not None and self._readings.draw_owed(
-                    self._offer, may_wait=True
-                ):
+                if ticket is None or ticket.answer is None:
                     continue
-                error = None if self._watch is None else self._watch.end_epoch()
-                if error is not None:
-                    self._fail(error)
-                raise Instead(StopIteration())
-            if own is None and self._timeout_s > 0:  # otherwise the user's thread keeps it
-                deadline = deadline or self._deadline()
-            if not self._receive_any(deadline):
-                raise Instead(self.late())
-            if own is not None:
-                own.pause()
-            if self.is_closed or pool.is_inherited:
-                self.check_open()
+            scheduler.pop(ticket)
+            if self._watch is None or not self._is_left_out(self._watch, ticket):
+                return self._deliver(ticket)
+            deadline = None
+
+    def _wait(self, deadline: float | None, *, is_over: bool) -> float | None:
+        """Wait until something happens, or raise what comes at the epoch's end.
+
+        Args:
+            deadline: When the wait for the next batch ends; None if that is not known.
+            is_over: Whether no ticket in flight will be delivered.
+
+        Returns:
+            When the wait for the next batch ends; None without a limit.
+        """
+        pool, own = self._pool, self._own
+        # The user's thread may still send a ticket that a worker accepts.
+        if is_over and (own is None or own.is_ended or not self.scheduler.accepts_tickets):
+            if self.send_drawn():
+                return deadline
+            if self._readings is not None and self._readings.draw_owed(self._offer, may_wait=True):
+                return deadline
+            error = None if self._watch is None else self._watch.end_epoch()
+            if error is not None:
+                self._fail(error)
+            raise Instead(StopIteration())
+        if own is None and self._timeout_s > 0:  # otherwise the user's thread keeps it
+            deadline = deadline or self._deadline()
+        if not self._receive_any(deadline):
+            raise Instead(self.late())
+        if own is not None:
+            own.pause()
+        if self.is_closed or pool.is_inherited:
+            self.check_open()
+        return deadline
 
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None

@@ -466,11 +466,11 @@ static PyObject *receive_any(PyObject *module, PyObject *args)
 {
     char buffer[MOST_BYTES];
     Py_buffer fds;
-    Py_ssize_t many, looks, i;
+    Py_ssize_t looks, i;
     int ready, fd;
     int64_t began_ns = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "y*nn", &fds, &many, &looks))
+    if (!PyArg_ParseTuple(args, "y*n", &fds, &looks))
         return NULL;
     Py_ssize_t watched = fds.len / (Py_ssize_t)sizeof fd;
     struct pollfd *polled = PyMem_Malloc((size_t)(watched + 1) * sizeof *polled);
@@ -483,9 +483,9 @@ static PyObject *receive_any(PyObject *module, PyObject *args)
         while ((ready = poll(polled, (nfds_t)watched, 0)) == 0 && look_again(&looks, &began_ns))
             ;
         Py_END_ALLOW_THREADS
-        for (i = many; i < watched && ready > 0; i++)
-            ready = polled[i].revents ? 0 : ready;
-        for (i = 0; i < many && i < watched && ready > 0 && found != NULL; i++) {
+        for (i = 0; i < watched && ready > 0; i++)
+            ready = polled[i].revents & ~POLLIN ? 0 : ready;
+        for (i = 0; i < watched && ready > 0 && found != NULL; i++) {
             ssize_t got = -1;
             if (polled[i].revents)
                 got = recv(polled[i].fd, buffer, MOST_BYTES, MSG_DONTWAIT);
@@ -530,10 +530,10 @@ static PyMethodDef methods[] = {
      "Receive a message from a socket, or return None if it has none after so many looks. Other\n"
      "processes may run between two looks. OSError says why nothing can be received."},
     {"receive_any", receive_any, METH_VARARGS,
-     "receive_any(descriptors, sockets, looks)\n--\n\n"
-     "Receive a message from each socket that has one, as receive does. Return a list of pairs of\n"
-     "descriptor and message. The first descriptors, ints of C, are of so many sockets; it is empty\n"
-     "if another one is readable. Closed sockets have no messages."},
+     "receive_any(descriptors, looks)\n--\n\n"
+     "Receive a message from each socket that has one, as receive does. Descriptors are ints of C.\n"
+     "Return a list of pairs of descriptor and message, which is empty if a socket was closed by the\n"
+     "other side."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -113,8 +113,8 @@ class ProcessPool:
         self._poll = select.poll()
         # Worker numbers by the descriptors of their sockets, and of their processes.
         self._by_fd, self._by_pidfd = dict[int, int](), dict[int, int]()
-        # The keys of both, and how many are of sockets.
-        self._watched = array("i"), 0
+        # The descriptors of the sockets.
+        self._sockets = array("i")
         self.readings = Readings()
         # At the interpreter's exit multiprocessing waits for ever for a daemonic process that is
         # stopped. This finalizer runs first, regardless of the order of registration.
@@ -144,7 +144,7 @@ class ProcessPool:
     def _start_worker(self, worker_id: int) -> WorkerHandle:
         worker: WorkerHandle = self._starter.start(worker_id)
         self._by_fd[worker.channel.fileno()] = self._by_pidfd[worker.pidfd] = worker_id
-        self._watched = array("i", [*self._by_fd, *self._by_pidfd]), len(self._by_fd)
+        self._sockets = array("i", self._by_fd)
         for fd in (worker.channel, worker.pidfd):
             self._poll.register(fd, select.POLLIN)
         return worker
@@ -182,7 +182,7 @@ class ProcessPool:
         worker.outbox.clear()
         self._by_fd.pop(worker.channel.fileno(), None)
         self._by_pidfd.pop(worker.pidfd, None)
-        self._watched = array("i", [*self._by_fd, *self._by_pidfd]), len(self._by_fd)
+        self._sockets = array("i", self._by_fd)
         for fd in (worker.channel.fileno(), worker.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._poll.unregister(fd)
@@ -324,8 +324,7 @@ class ProcessPool:
         """Report what has come or comes while it looks, as :meth:`wait` does. Never sleeps."""
         most = most or self._looks
         if compiled.receive_any is not None and not self._is_closed:
-            watched, sockets = self._watched
-            found = compiled.receive_any(watched, sockets, most)
+            found = compiled.receive_any(self._sockets, most)
             for fd, data in found:
                 worker_id = self._by_fd.get(fd)
                 if worker_id is not None:  # else it was lost meanwhile
