@@ -184,7 +184,8 @@ def affinity() -> int:
 def at_most_one_a_core(fd: int) -> Iterator[None]:
     """Run this block in as many processes at once as there are cores; wait for up to 10 s.
 
-    Each of them holds a lock on a byte of the file. The kernel releases it when a process ends.
+    Each of them holds a lock on a byte of the file. The kernel releases it when a process ends. So
+    a dead process keeps no other from its turn, and a stopped one only for so long (I3).
     """
     byte = os.getpid() % usable_cores(Path("/"))
     give_up_at = time.monotonic() + _TURN_S
