@@ -272,6 +272,7 @@ def try_pipeline(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # as many pipelines as instructions are tried
 @pytest.mark.parametrize("name", PIPELINES)
 def test_what_a_handler_raises_at_any_instruction_of_a_pipeline_s_next_loses_nothing_or_closes(
     name,
