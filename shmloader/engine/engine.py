@@ -18,7 +18,7 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, not_an_end
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.records import DEAD, LOST
-from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.workers import (
     describe_death,
     describe_loading,
@@ -242,7 +242,8 @@ class Engine:
                 lost; a ClosedLoaderError after ``close()``; or the user's own exception, which
                 takes the place of one batch.
         """
-        pool, scheduler, memory, own = self._pool, self.scheduler, self._memory, self._own
+        pool, scheduler = self._pool, self.scheduler
+        memory, own = self._memory, self._own
         pool.is_waiting = False
         self.delivery = None
         self.draw_ns = 0
@@ -264,7 +265,8 @@ class Engine:
             if ticket is None or ticket.answer is None:
                 # Most often the awaited answer has come by now: no call of the selector is needed.
                 is_over = ticket is None and scheduler.is_exhausted
-                if is_over or not pool.poll(self):
+                awaited = UNASSIGNED if ticket is None else ticket.worker_id
+                if is_over or not pool.poll(self, awaited):
                     deadline = self._wait(deadline, is_over=is_over)
                     continue
                 if ticket is None or ticket.answer is None:
@@ -337,9 +339,16 @@ class Engine:
         if not isinstance(answer, Answer) or answer.error is not None:
             self._raise_instead(ticket, answer)
         if answer.times is not None:
-            sent, seen = (ticket.offered_ns, ticket.sent_ns), (answer.looked_ns, answer.seen_ns)
-            now_ns, lent = time.monotonic_ns(), scheduler.slots.lent_count
-            handed = pack_batch(ticket.worker_id, *sent, *seen, now_ns, answer.nbytes, lent)
+            handed = pack_batch(
+                ticket.worker_id,
+                ticket.offered_ns,
+                ticket.sent_ns,
+                answer.looked_ns,
+                answer.seen_ns,
+                time.monotonic_ns(),
+                answer.nbytes,
+                len(scheduler.slots.lent_ids),
+            )
             ticket.times = handed + answer.times
         batch = answer.content
         if self._memory is not None:
@@ -363,7 +372,8 @@ class Engine:
             Exception: What unpickling a part of the batch raises.
         """
         slots, slot_id, lease = self.scheduler.slots, ticket.slot_id, None
-        is_lent = answer.lends and slots.lent_count < self.scheduler.lend_limit
+        reader = answer.content
+        is_lent = reader.lends and len(slots.lent_ids) < self.scheduler.lend_limit
         try:
             slot = memory.slots[slot_id]
             if memory.locks_pages or slot.nbytes < slot.touched_bytes:
@@ -372,9 +382,9 @@ class Engine:
                 slots.lend(slot_id)
                 lease = slot.lend(memory.ended.append)
                 memory.counts.lent += 1
-            elif answer.lends:
+            elif reader.lends:
                 memory.counts.copied += 1
-            return answer.content.read(slot, lease)
+            return reader.read(slot, lease)
         finally:
             if lease is None:  # otherwise the slot is free when the lease dies
                 slots.free(slot_id)
@@ -500,7 +510,7 @@ class Engine:
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Record the answer to a task: its batch, or a failure."""
         answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
-        self.scheduler.answered(seq, epoch, answer, taker=worker_id)
+        self.scheduler.answered(seq, epoch, answer, worker_id)
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
         """Record that a worker's iterable dataset has no batch for this task or a later one.

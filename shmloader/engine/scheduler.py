@@ -224,7 +224,7 @@ class Scheduler:
         self._next_worker = (worker.worker_id + 1) % len(self.workers)
         return worker
 
-    def answered(self, seq: int, epoch: int, answer: Any, *, taker: int = UNASSIGNED) -> Ticket:
+    def answered(self, seq: int, epoch: int, answer: Any, taker: int = UNASSIGNED) -> Ticket:
         """Record the answer to a ticket, and return the ticket. If dropped, its slot is free (I6).
 
         Args:

@@ -94,7 +94,8 @@ class Record:
             about: The name of the stage, and when that began and ended; None if nothing was done.
                 Without a batch, one of ``CAUSES``.
         """
-        calls, cause, began_ns, ended_ns = self.calls[1], 0, received_ns, received_ns
+        calls, cause = self.calls[1], 0
+        began_ns = ended_ns = received_ns
         if times is None:
             cause, times = CAUSES[about], NO_BATCH
         elif about is not None:

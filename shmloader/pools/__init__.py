@@ -99,9 +99,10 @@ class Pool(Protocol):
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task. Raises as ``send``."""
 
-    def poll(self, events: Any) -> bool:
+    def poll(self, events: Any, worker_id: int = -1) -> bool:
         """Report what workers have answered, or are about to. Never sleeps.
 
+        A pool may look only for ``worker_id``, whose answer is awaited, unless that is negative.
         Returns whether there was a message.
         """
 

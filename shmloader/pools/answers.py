@@ -40,7 +40,6 @@ class Answer:
             None.
         is_empty: Whether there is no batch, since all its samples failed and are left out.
         is_final: Whether the dataset could not be resumed, and no batch follows.
-        lends: Whether the batch lies in a slot and has a part that is large enough to be lent.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
@@ -56,7 +55,6 @@ class Answer:
     # Values of the class take no time in the constructor.
     is_empty: bool = field(default=False, init=False)
     is_final: bool = field(default=False, init=False)
-    lends: bool = field(default=False, init=False)
     snapshot: bytes | InSlot | Unsaved | None = field(default=None, init=False)
     fingerprint: int | None = field(default=None, init=False)
     looked_ns: int = field(default=0, init=False)

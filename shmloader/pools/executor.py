@@ -141,7 +141,7 @@ class ExecutorPool(ObjectPool):
                 attempt(sent.future.cancel)  # the executor may be gone
         return [*dropped]
 
-    def poll(self, events: Any) -> bool:
+    def poll(self, events: Any, worker_id: int = -1) -> bool:  # noqa: ARG002
         """Report the answers that have come."""
         return sum(self._report(sent, events) for sent in self._done) > 0
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.interruptions import Suppressed
-from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import Descriptors, ForkedProcess, is_readable
 from shmloader.pools.task_queue import Outbox, receive
 
@@ -53,10 +52,10 @@ class WorkerHandle(Outbox):
             self._exit_code = lambda _: process.exitcode
         (self.pidfd,) = self._owned.numbers()
 
-    def receive(self) -> bytes | None:
-        """Return the next message, if one is there. Does not sleep."""
+    def receive(self, looks: int = 1) -> bytes | None:
+        """Return the next message, if one is there after so many looks. Does not sleep."""
         try:
-            return receive(self.channel, RECEIVE_BYTES, 1) or None
+            return receive(self.channel, looks) or None
         except ConnectionError:
             return None  # if the socket has failed, the process will show why
 

@@ -263,8 +263,6 @@ class ProcessPool:
             answer = Answer(error=reader)
         else:
             answer = Answer(reader, None, data[_HEAD_BYTES:], used_bytes)
-            if reader.lends:
-                answer.lends = True
         events.answered(seq, epoch, worker_id, answer)
 
     def _receive_unusual(self, worker_id: int, data: bytes, events: Any) -> None:
@@ -286,7 +284,7 @@ class ProcessPool:
                 if isinstance(worker.reader, RemoteError):
                     answer.error = worker.reader
                 else:
-                    answer.content, answer.lends = worker.reader, worker.reader.lends
+                    answer.content = worker.reader
             events.answered(seq, epoch, worker_id, answer)
         elif isinstance(message, messages.StreamEnded):
             events.stream_ended(message.seq, message.epoch, message.beginning or Checkpoint())
@@ -320,9 +318,18 @@ class ProcessPool:
         if waker is not None and self.is_waiting:
             waker.wake()
 
-    def poll(self, events: Any, most: int | None = None) -> bool:
+    def poll(self, events: Any, worker_id: int = -1) -> bool:
         """Report what has come or comes while it looks, as :meth:`wait` does. Never sleeps."""
-        most = most or self._looks
+        if worker_id < 0 or self._is_closed:
+            return self._look(self._looks, events)
+        data = self.handles[worker_id].receive(self._looks)
+        if data is None:
+            return self._look(1, events)  # such as its death
+        self._receive(worker_id, data, events)
+        return True
+
+    def _look(self, most: int, events: Any) -> bool:
+        """Look so often for anything that has happened, and report it."""
         if compiled.receive_any is not None and not self._is_closed:
             found = compiled.receive_any(self._sockets, most)
             for fd, data in found:
@@ -354,7 +361,7 @@ class ProcessPool:
                 # The interpreter exits. A daemon thread must not return to its caller any more.
                 threading.Event().wait()
             return False
-        return bool(ready) and self.poll(events, 1)
+        return bool(ready) and self._look(1, events)
 
     def _report(self, ready: list[tuple[int, int]], waker: Waker | None, events: Any) -> bool:
         """Report a message of each worker that has sent one, and then deaths."""

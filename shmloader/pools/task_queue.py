@@ -75,11 +75,11 @@ def looks(most: int) -> Iterator[None]:
         yield
 
 
-def _receive(channel: socket.socket, most_bytes: int, most: int) -> bytes | None:
+def _receive(channel: socket.socket, most: int) -> bytes | None:
     """Receive a message: b"" if the other end is closed, None if there is none after some looks."""
     for _ in looks(most):
         try:
-            return channel.recv(most_bytes, socket.MSG_DONTWAIT)
+            return channel.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
     return None

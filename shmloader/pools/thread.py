@@ -257,7 +257,7 @@ class ThreadPool(ObjectPool):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, events: Any) -> bool:
+    def poll(self, events: Any, worker_id: int = -1) -> bool:  # noqa: ARG002
         """Report the answers that have come."""
         answers, has_any = self.answers, False
         while answers:

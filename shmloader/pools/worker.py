@@ -158,7 +158,7 @@ class _Client:
             held[0] = NO_TASK if each is self.channel else RECEIVING
             times = most if each is self._sockets[-1] else 1
             try:
-                data = receive(each, messages.RECEIVE_BYTES, times)
+                data = receive(each, times)
             except ConnectionError:
                 return b""
             if data is not None:

@@ -17,7 +17,6 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
-    FEW,
     DrawnEpoch,
     Order,
     SamplerState,
@@ -113,11 +112,9 @@ class EpochDraw(Iterator[Any]):
         self, order: SamplerOrder, epoch: DrawnEpoch, drawing: Iterator[Any], state: SamplerState
     ) -> None:
         self._order, self._epoch, self._state, self._drawing = order, epoch, state, drawing
-        # Numbers of the batches, without those that were delivered ahead of their turn.
+        # The positions after the batches, without those that were delivered ahead of their turn.
         progress = epoch.progress
-        self._position: Iterator[int] = itertools.count(progress.start)
-        if progress.ahead:
-            self._position = progress.left_to_do(self._position)
+        self._positions = progress.left_to_do(itertools.count(progress.start + 1))
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self
@@ -126,10 +123,10 @@ class EpochDraw(Iterator[Any]):
         if self._items is None:
             self.draw_first()
         item = next(self._items)  # type: ignore[arg-type] # set by now
-        epoch = self._epoch
-        if len(epoch.items) >= epoch.most:  # as add() does, in one call fewer
-            epoch.forget_done()
-        epoch.items[next(self._position) + 1] = item
+        epoch, position = self._epoch, next(self._positions)
+        if position >= epoch.full_at:  # as add() does, in one call fewer
+            epoch.forget_done(position)
+        epoch.items[position] = item
         return item
 
     def draw_first(self) -> None:
@@ -145,7 +142,7 @@ class EpochDraw(Iterator[Any]):
                 self._error = error
             raise
         epoch = self._epoch
-        epoch.undrawn, epoch.items, epoch.most = None, {}, FEW
+        epoch.undrawn = None
 
     def _begin(self) -> None:
         """Draw up to the first batch that was not delivered, and that one as well."""

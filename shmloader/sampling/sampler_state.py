@@ -233,7 +233,7 @@ class DrawnEpoch:
         undrawn: The iterator that draws the epoch, until it has begun.
         items: The items from the last one before the position on, and some earlier ones, by the
             position after them.
-        most: How many items there may be.
+        full_at: The position at which earlier items are forgotten.
     """
 
     number: int = 0
@@ -242,19 +242,19 @@ class DrawnEpoch:
     state: dict[str, Any] = field(default_factory=dict)
     undrawn: Any = None
     items: dict[int, Any] = field(default_factory=dict)
-    most: int = 0
+    full_at: int = 0
 
     def add(self, position: int, item: Any) -> None:
         """Add an item that was drawn, and the position once it is done."""
-        if len(self.items) >= self.most:
-            self.forget_done()
+        if position >= self.full_at:
+            self.forget_done(position)
         self.items[position] = item
 
-    def forget_done(self) -> None:
-        """Forget earlier items. Called when there are no fewer than ``most``, so at first, too."""
+    def forget_done(self, position: int) -> None:
+        """Forget earlier items. Called at the first position after ``full_at``."""
         done = self.progress.position
         self.items = {at: each for at, each in self.items.items() if at >= done}
-        self.most = 2 * len(self.items) + FEW
+        self.full_at = position + len(self.items) + FEW
 
     def dump(self, index_sampler: object) -> dict[str, Any]:
         """Return the state, with a checksum of the last item that the user is done with, if known.

@@ -42,7 +42,7 @@ class CallingPool:
 
     def resume(self, worker_id: int, checkpoint: object) -> None: ...
 
-    def poll(self, events: Any) -> bool:
+    def poll(self, events: Any, worker_id: int = -1) -> bool:
         if not self._tasks:
             return False
         seq, epoch, indices = self._tasks.popleft()

@@ -29,8 +29,8 @@ def call_of(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Content:
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
+    def __init__(self, batch: Any, *, lends: bool) -> None:
+        self.batch, self.lends = batch, lends
 
     def read(self, slot: object, lease: object) -> Any:
         return self.batch
@@ -73,13 +73,20 @@ class ScriptedPool:
 
     # What the test says --------------------------------------------------------------------
 
-    def answer(self, worker_id: int, seq: int | None = None, answer: Answer | None = None) -> None:
+    def answer(
+        self,
+        worker_id: int,
+        seq: int | None = None,
+        answer: Answer | None = None,
+        *,
+        lends: bool = False,
+    ) -> None:
         """Answer a worker's oldest task, or the one with a number, by default with its indices."""
         tasks = self.sent[worker_id]
         seq = next(iter(tasks)) if seq is None else seq
         indices = tasks.pop(seq)
         answer = answer or Answer(indices)
-        answer.content = Content(answer.content)
+        answer.content = Content(answer.content, lends=lends)
         self._events.append(("answered", seq, self.epoch, worker_id, answer))
 
     def answer_all(self) -> None:
@@ -113,7 +120,7 @@ class ScriptedPool:
         self.epoch = epoch
         return False
 
-    def poll(self, events: Any) -> bool:
+    def poll(self, events: Any, worker_id: int = -1) -> bool:
         return False
 
     def wait(self, timeout_s: float | None, events: Any) -> bool:

@@ -86,7 +86,7 @@ def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
     wait_until(lambda: loads.begun == list(range(8)))
     first = next(batches)
     wait_until(lambda: loads.begun == list(range(9)))
-    assert batches._engine.scheduler.slots.lent_count == 1, "the one in hand, and no more"
+    assert len(batches._engine.scheduler.slots.lent_ids) == 1, "the one in hand, and no more"
     seen = [int(first[0])]
     del first
     seen.extend(int(batch[0]) for batch in batches)

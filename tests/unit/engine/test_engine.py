@@ -115,9 +115,7 @@ def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
     pool.memory.lock = refuse
     engine.start(iter(range(4)))
     for _ in range(3):  # there are two slots
-        large = Answer("large")
-        large.lends = True
-        pool.answer(0, answer=large)
+        pool.answer(0, answer=Answer("large"), lends=True)
         with pytest.raises(SharedMemoryError, match="no address space is left"):
             next_of(engine)
     pool.answer(0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.records import SlotState, SlotTable, WorkerState, WorkerTable
+from shmloader.engine.records import SlotTable, WorkerState, WorkerTable
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.errors import InternalError
 from shmloader.pools.answers import Death
@@ -188,7 +188,8 @@ class Play:
             assert self.in_order or not is_here, "I5: the next batch is here"
             return False
         assert self.is_running, "I6"
-        assert subject.slots.states[ticket.slot_id] is SlotState.TAKEN, "I1"
+        slots = subject.slots
+        assert ticket.slot_id not in {*slots.free_ids, *slots.lent_ids}, "I1"
         if isinstance(ticket.answer, Death):
             assert self.workers[ticket.worker_id].death is ticket.answer
         else:
@@ -266,10 +267,10 @@ class Play:
     def stray_answer(self) -> None:
         seq, back = self.draw.randint(-1, 40), self.draw.randint(0, 2)
         if back or all(one.seq != seq or one.answer for one in self.subject.tickets):
-            before = [*self.subject.slots.states]
+            before = [*self.subject.slots.free_ids]
             with pytest.raises(InternalError):
                 self.subject.answered(seq, self.subject.epoch - back, "stray", taker=0)
-            assert self.subject.slots.states == before, "I6: a stray answer moved a slot"
+            assert [*self.subject.slots.free_ids] == before, "I6: a stray answer moved a slot"
 
     def check(self) -> None:
         """The invariants, after each event."""
@@ -278,12 +279,9 @@ class Play:
         assert tasks.items() <= tickets.items(), "I1: a task's ticket or slot is gone"
         held = [*tickets.values(), *self.lent]
         assert len(set(held)) == len(held), "I1: a slot has two holders"
-        assert sorted([*held, *slots.free_ids]) == [*range(len(slots.states))], "I1"
-        for slot_id, state in enumerate(slots.states):
-            taken = SlotState.TAKEN if slot_id in held else SlotState.FREE
-            assert state is (SlotState.LENT if slot_id in self.lent else taken), "I1"
-        assert len(slots.states) <= self.window + self.lend_limit, "I4"
-        assert slots.lent_count == len(self.lent), "I4"
+        assert sorted([*held, *slots.free_ids]) == [*range(slots.used_count)], "I1"
+        assert slots.lent_ids == {*self.lent}, "I1"
+        assert slots.used_count <= self.window + self.lend_limit, "I4"
         for ticket in subject.tickets:
             is_to_come = ticket.worker_id in self.in_state(WorkerState.LOST)
             assert ticket.seq in tasks or is_to_come or not ticket.is_awaited, "never sent"
@@ -318,7 +316,7 @@ class Play:
         while self.lent:
             self.drop_batch()
         self.check()
-        assert set(self.subject.slots.states) <= {SlotState.FREE}, "I1"
+        assert len(self.subject.slots.free_ids) == self.subject.slots.used_count, "I1"
 
 
 @given(st.integers(0, 2**32))
@@ -395,9 +393,6 @@ def test_only_a_sample_that_is_awaited_counts_as_hung():
     subject.worker_started(0)
     assert sent(subject) == []
     assert subject.tickets[0].hung is None
-
-
-FREE, TAKEN, LENT = SlotState
 
 
 def test_slots_are_made_up_to_the_capacity_and_no_further():
