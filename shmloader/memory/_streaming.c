@@ -395,6 +395,9 @@ static PyObject *copy_sequences(PyObject *module, PyObject *args)
 #define NONE_YET -2
 #define MOST_BYTES (1 << 15)
 
+/* Other processes run before every so many looks. */
+#define YIELD_EVERY 4
+
 /* If looking took longer than this, other processes need the core. */
 #define LONG_NS 3000000
 /* Then nobody looks again for so many times as long, a second at most: who sleeps gets the core
@@ -409,12 +412,14 @@ static int64_t clock_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Whether to look for a message again; lets other processes run first. *began_ns is 0 at first. */
+/* Whether to look for a message again; may let other processes run first. *began_ns is 0 at first. */
 static int look_again(Py_ssize_t *looks, int64_t *began_ns)
 {
     static int64_t rests_until; /* threads may overwrite each other's */
     if (--*looks <= 0)
         return 0;
+    if (*looks % YIELD_EVERY)
+        return 1;
     int64_t now_ns = clock_ns();
     if (now_ns < __atomic_load_n(&rests_until, __ATOMIC_RELAXED))
         return 0;
