@@ -263,7 +263,7 @@ class Engine:
                 self._adjust_workers()
             ticket = scheduler.first()
             if ticket is None or ticket.answer is None:
-                # Most often the awaited answer has come by now: no call of the selector is needed.
+                # Most often the awaited answer has come by now, or comes soon.
                 is_over = ticket is None and scheduler.is_exhausted
                 awaited = UNASSIGNED if ticket is None else ticket.worker_id
                 if is_over or not pool.poll(self, awaited):
