@@ -52,10 +52,10 @@ class WorkerHandle(Outbox):
             self._exit_code = lambda _: process.exitcode
         (self.pidfd,) = self._owned.numbers()
 
-    def receive(self, looks: int = 1) -> bytes | None:
-        """Return the next message, if one is there after so many looks. Does not sleep."""
+    def receive(self) -> bytes | None:
+        """Return the next message, if one is there. Does not sleep."""
         try:
-            return receive(self.channel, looks) or None
+            return receive(self.channel, 1) or None
         except ConnectionError:
             return None  # if the socket has failed, the process will show why
 

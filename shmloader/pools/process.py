@@ -45,7 +45,7 @@ from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.slot_memory import SlotMemory
 from shmloader.pools.starting import remedied
 from shmloader.pools.status_page import FIRST_TASK, RECEIVING, AtWork, Phase
-from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, looks
+from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, looks, receive
 from shmloader.process_state import PROCESS
 from shmloader.sampling.indices import IndexArray
 
@@ -322,8 +322,11 @@ class ProcessPool:
         """Report what has come or comes while it looks, as :meth:`wait` does. Never sleeps."""
         if worker_id < 0 or self._is_closed:
             return self._look(self._looks, events)
-        data = self.handles[worker_id].receive(self._looks)
-        if data is None:
+        try:
+            data = receive(self.handles[worker_id].channel, self._looks)
+        except ConnectionError:
+            data = None
+        if not data:
             return self._look(1, events)  # such as its death
         self._receive(worker_id, data, events)
         return True
