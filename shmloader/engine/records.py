@@ -25,15 +25,18 @@ from shmloader.errors import InternalError
 class SlotTable:
     """All slots of an engine: ``capacity`` of them (I4).
 
+    Each one that was used is in one of the collections (I1).
+
     Attributes:
-        used_count: How many slots were used so far, the first ones by number.
-        free_ids: The FREE ones among them, as keys; the one that was freed last comes last.
-        lent_ids: The LENT ones. All others are TAKEN.
+        free_ids: The FREE ones; the one that was freed last comes last.
+        taken_ids: The TAKEN ones.
+        lent_ids: The LENT ones.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity, self.used_count = capacity, 0
-        self.free_ids: dict[int, None] = {}
+        self._capacity, self._used_count = capacity, 0
+        self.free_ids: list[int] = []
+        self.taken_ids: set[int] = set()
         self.lent_ids: set[int] = set()
 
     def take(self) -> int:
@@ -42,24 +45,28 @@ class SlotTable:
         Raises an InternalError if all are in use.
         """
         if not self.free_ids:
-            if self.used_count == self._capacity:
+            if self._used_count == self._capacity:
                 raise InternalError("all slots are in use (I5)")
-            self.free_ids[self.used_count] = None
-            self.used_count += 1
-        return self.free_ids.popitem()[0]
+            self.free_ids.append(self._used_count)
+            self._used_count += 1
+        slot_id = self.free_ids.pop()
+        self.taken_ids.add(slot_id)
+        return slot_id
 
     def lend(self, slot_id: int) -> None:
         """Pass a slot from its ticket to a lease."""
-        if slot_id in self.free_ids or slot_id in self.lent_ids:
+        if slot_id not in self.taken_ids:
             raise InternalError(f"slot {slot_id} is not a ticket's, and cannot be lent (I1)")
+        self.taken_ids.remove(slot_id)
         self.lent_ids.add(slot_id)
 
     def free(self, slot_id: int) -> None:
         """Free a slot that a ticket or a lease holds."""
-        if slot_id in self.free_ids:
-            raise InternalError(f"slot {slot_id} is free already (I1)")
-        self.lent_ids.discard(slot_id)
-        self.free_ids[slot_id] = None
+        ids = self.taken_ids if slot_id in self.taken_ids else self.lent_ids
+        if slot_id not in ids:
+            raise InternalError(f"slot {slot_id} is free already, or was never used (I1)")
+        ids.remove(slot_id)
+        self.free_ids.append(slot_id)
 
 
 class WorkerState(enum.Enum):

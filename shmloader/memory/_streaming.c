@@ -4,8 +4,8 @@
  * gather_fields finds rows of arrays by their numbers, copies them, and converts what is in them.
  * find_lists finds lists of an Arrow table, which gather_fields copies if they have one length.
  * copy_sequences writes samples of different lengths, and fills what is between them.
- * receive looks for a message some times; in Python each vain look would cost an exception.
- * receive_any does so with several sockets.
+ * receive_one looks for a message some times; in Python each vain look would cost an exception.
+ * receive_each does so with several sockets.
  *
  * An ordinary store makes the processor read the cache line that is about to be overwritten, and
  * push other data out of the caches. A streaming store does neither. SSE2, which every x86-64 has,
@@ -412,7 +412,7 @@ static int64_t clock_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Whether to look for a message again; may let other processes run first. *began_ns is 0 at first. */
+/* Whether to look for a message again; may let others run first. *began_ns is 0 at first. */
 static int look_again(Py_ssize_t *looks, int64_t *began_ns)
 {
     static int64_t rests_until; /* threads may overwrite each other's */
@@ -434,21 +434,23 @@ static int look_again(Py_ssize_t *looks, int64_t *began_ns)
     return 1;
 }
 
-/* Returns the length of a message, NONE_YET, or -1 with errno. */
+/* Returns the length of a message, 0 if the other end is closed, NONE_YET, or -1 with errno. */
 static ssize_t receive_now(int fd, char *buffer)
 {
     ssize_t got = recv(fd, buffer, MOST_BYTES, MSG_DONTWAIT);
+    if (got < 0 && errno == ECONNRESET)
+        return 0;
     return got < 0 && (errno == EAGAIN || errno == EINTR) ? NONE_YET : got;
 }
 
 /* Without PyArg_ParseTuple, which would take a tenth of its time. */
-static PyObject *receive(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *receive_one(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     char buffer[MOST_BYTES];
     int64_t began_ns = 0;
     (void)module;
     if (count != 2)
-        return PyErr_Format(PyExc_TypeError, "receive() takes 2 arguments (%zd given)", count);
+        return PyErr_Format(PyExc_TypeError, "receive_one() takes 2 arguments (%zd given)", count);
     Py_ssize_t looks = PyLong_AsSsize_t(args[1]);
     int fd = PyErr_Occurred() ? -1 : PyObject_AsFileDescriptor(args[0]);
     if (fd < 0)
@@ -465,7 +467,7 @@ static PyObject *receive(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return got < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyBytes_FromStringAndSize(buffer, got);
 }
 
-static PyObject *receive_any(PyObject *module, PyObject *args)
+static PyObject *receive_each(PyObject *module, PyObject *args)
 {
     char buffer[MOST_BYTES];
     Py_buffer fds;
@@ -528,13 +530,13 @@ static PyMethodDef methods[] = {
      "Copy the first counts[i] rows of samples[i] to row starts[i] of target, which has so many\n"
      "rows, and repeat the bytes of item between them, unless it is empty. Samples are lists of\n"
      "ints, or buffers; starts and counts are int64. Return whether all samples are such."},
-    {"receive", (PyCFunction)(void (*)(void))receive, METH_FASTCALL,
-     "receive(channel, looks)\n--\n\n"
-     "Receive a message from a socket, or return None if it has none after so many looks. Other\n"
-     "processes may run between two looks. OSError says why nothing can be received."},
-    {"receive_any", receive_any, METH_VARARGS,
-     "receive_any(descriptors, looks)\n--\n\n"
-     "Receive a message from each socket that has one, as receive does. Descriptors are ints of C.\n"
+    {"receive_one", (PyCFunction)(void (*)(void))receive_one, METH_FASTCALL,
+     "receive_one(channel, looks)\n--\n\n"
+     "Receive a message from a socket: None if it has none after so many looks, b\"\" if the other\n"
+     "end is closed. Other processes may run between two looks. OSError says what went wrong."},
+    {"receive_each", receive_each, METH_VARARGS,
+     "receive_each(descriptors, looks)\n--\n\n"
+     "Receive a message from each socket that has one, as receive_one does. Descriptors are ints of C.\n"
      "Return a list of pairs of descriptor and message, which is empty if a socket was closed by the\n"
      "other side."},
     {NULL, NULL, 0, NULL},

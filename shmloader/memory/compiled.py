@@ -16,6 +16,6 @@ copy_rows: Callable[..., None] | None = getattr(_streaming, "copy_rows", None)
 gather_fields: Callable[..., bool] | None = getattr(_streaming, "gather_fields", None)
 find_lists: Callable[..., int] | None = getattr(_streaming, "find_lists", None)
 copy_sequences: Callable[..., bool] | None = getattr(_streaming, "copy_sequences", None)
-receive: Callable[..., bytes | None] | None = getattr(_streaming, "receive", None)
-receive_any: Callable[..., list[tuple[int, bytes]]] | None
-receive_any = getattr(_streaming, "receive_any", None)
+receive_one: Callable[..., bytes | None] | None = getattr(_streaming, "receive_one", None)
+receive_each: Callable[..., list[tuple[int, bytes]]] | None
+receive_each = getattr(_streaming, "receive_each", None)

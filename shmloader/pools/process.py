@@ -319,13 +319,13 @@ class ProcessPool:
             waker.wake()
 
     def poll(self, events: Any, worker_id: int = -1) -> bool:
-        """Report what has come or comes while it looks, as :meth:`wait` does. Never sleeps."""
+        """Report what has come, or comes while it looks. Never sleeps.
+
+        What other workers than an awaited one have sent is left if something comes from that one.
+        """
         if worker_id < 0 or self._is_closed:
             return self._look(self._looks, events)
-        try:
-            data = receive(self.handles[worker_id].channel, self._looks)
-        except ConnectionError:
-            data = None
+        data = receive(self.handles[worker_id].channel, self._looks)
         if not data:
             return self._look(1, events)  # such as its death
         self._receive(worker_id, data, events)
@@ -333,8 +333,8 @@ class ProcessPool:
 
     def _look(self, most: int, events: Any) -> bool:
         """Look so often for anything that has happened, and report it."""
-        if compiled.receive_any is not None and not self._is_closed:
-            found = compiled.receive_any(self._sockets, most)
+        if compiled.receive_each is not None and not self._is_closed:
+            found = compiled.receive_each(self._sockets, most)
             for fd, data in found:
                 worker_id = self._by_fd.get(fd)
                 if worker_id is not None:  # else it was lost meanwhile

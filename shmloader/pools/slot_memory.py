@@ -6,7 +6,6 @@ The scheduler keeps the slots' states (:mod:`shmloader.engine.records`). The are
 
 import collections
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from shmloader.insight.measurements import Counts
@@ -101,7 +100,7 @@ class SlotMemory:
             slot.touched_bytes = before  # until it is counted
         return slot
 
-    def tidy(self, free_ids: Iterable[int]) -> None:
+    def tidy(self, free_ids: list[int]) -> None:
         """Give unneeded memory of free slots back to the kernel."""
         if self.is_short:
             for slot_id in free_ids:
@@ -109,7 +108,7 @@ class SlotMemory:
         if self.batches >= TRIM_EVERY:
             self.trim(free_ids)
 
-    def trim(self, free_ids: Iterable[int]) -> None:
+    def trim(self, free_ids: list[int]) -> None:
         """Give back pages of free slots that hold far more than recent batches needed."""
         self.batches = 0
         keep = int(self.recent_bytes)

@@ -18,9 +18,9 @@ task instead of 21.)
 processors, and the next message often arrives sooner. So both ends of a socket look for a message a
 few times, and let other processes run in between. With two workers on two cores, this gives 1.04 to
 1.2 times as many batches a second. They yield before every fourth look only: an idle worker that
-yields at each one takes turns at looking with the main process on its core, which gives 0.8 of the
-single ints a second. But where busy processes share the cores, letting them run takes a turn of
-each, some 16 ms with four on two cores. So when looking took long, both ends sleep at once for a
+yields at each one takes turns at looking with the main process on its core, which gives a sixth
+fewer single ints a second. But where busy processes share the cores, letting them run takes a turn
+of each, some 16 ms with four on two cores. So when looking took long, both ends sleep at once for a
 while. A rank that shares workers looks less often: torchrun starts each rank in a session of its
 own, and yielding gives the core only to processes of the same session (sched(7), autogroup). With 5
 looks instead of 50, two such ranks on two cores take 78 µs of CPU for a small batch instead of 129
@@ -36,6 +36,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from shmloader.interruptions import Suppressed
 from shmloader.memory import compiled
 from shmloader.messages import RECEIVE_BYTES, seq_of_task
 
@@ -86,13 +87,15 @@ def _receive(channel: socket.socket, most: int) -> bytes | None:
     """Receive a message: b"" if the other end is closed, None if there is none after some looks."""
     for _ in looks(most):
         try:
-            return channel.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            with Suppressed(ConnectionError):
+                return channel.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            return b""  # it was closed before it had received all
         except BlockingIOError:
             pass
     return None
 
 
-receive = compiled.receive or _receive
+receive = compiled.receive_one or _receive
 
 
 class Outbox:

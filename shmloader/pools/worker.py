@@ -156,11 +156,7 @@ class _Client:
         held = self.line.held
         for each in self._sockets:
             held[0] = NO_TASK if each is self.channel else RECEIVING
-            times = most if each is self._sockets[-1] else 1
-            try:
-                data = receive(each, times)
-            except ConnectionError:
-                return b""
+            data = receive(each, most if each is self._sockets[-1] else 1)
             if data is not None:
                 return data
             held[0] = NO_TASK

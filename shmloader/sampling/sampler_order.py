@@ -17,6 +17,7 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
+    FEW,
     DrawnEpoch,
     Order,
     SamplerState,
@@ -114,7 +115,9 @@ class EpochDraw(Iterator[Any]):
         self._order, self._epoch, self._state, self._drawing = order, epoch, state, drawing
         # The positions after the batches, without those that were delivered ahead of their turn.
         progress = epoch.progress
-        self._positions = progress.left_to_do(itertools.count(progress.start + 1))
+        self._positions: Iterator[int] = itertools.count(progress.start + 1)
+        if progress.ahead:
+            self._positions = progress.left_to_do(self._positions)
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self
@@ -142,7 +145,7 @@ class EpochDraw(Iterator[Any]):
                 self._error = error
             raise
         epoch = self._epoch
-        epoch.undrawn = None
+        epoch.undrawn, epoch.full_at = None, epoch.progress.start + 1 + FEW
 
     def _begin(self) -> None:
         """Draw up to the first batch that was not delivered, and that one as well."""

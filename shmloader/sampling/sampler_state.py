@@ -233,7 +233,7 @@ class DrawnEpoch:
         undrawn: The iterator that draws the epoch, until it has begun.
         items: The items from the last one before the position on, and some earlier ones, by the
             position after them.
-        full_at: The position at which earlier items are forgotten.
+        full_at: The position from which on items that are done are forgotten.
     """
 
     number: int = 0
@@ -251,10 +251,10 @@ class DrawnEpoch:
         self.items[position] = item
 
     def forget_done(self, position: int) -> None:
-        """Forget earlier items. Called at the first position after ``full_at``."""
+        """Forget the items before the last one that is done. Called from ``full_at`` on."""
         done = self.progress.position
         self.items = {at: each for at, each in self.items.items() if at >= done}
-        self.full_at = position + len(self.items) + FEW
+        self.full_at = position + (len(self.items) + FEW) * self.progress.unit
 
     def dump(self, index_sampler: object) -> dict[str, Any]:
         """Return the state, with a checksum of the last item that the user is done with, if known.

@@ -12,7 +12,7 @@ import torch
 
 from shmloader import DataLoader, WorkerDiedError
 from shmloader.memory import compiled
-from shmloader.pools import handle, task_queue, worker
+from shmloader.pools import handle, process, task_queue, worker
 from tests.parity.compare import assert_same
 from tests.process.support import Calls, only, outcomes
 
@@ -58,8 +58,8 @@ def test_odd_things_arrive_as_they_are(what) -> None:
 
 
 def test_messages_are_received_without_compiled_code_as_well(monkeypatch) -> None:
-    monkeypatch.setattr(compiled, "receive_any", None)
-    for module in (handle, worker):
+    monkeypatch.setattr(compiled, "receive_each", None)
+    for module in (handle, process, worker):
         monkeypatch.setattr(module, "receive", task_queue._receive)
     for in_order in (True, False):  # without an order, workers share a queue
         loader = DataLoader(range(200), num_workers=2, in_order=in_order)

@@ -189,7 +189,7 @@ class Play:
             return False
         assert self.is_running, "I6"
         slots = subject.slots
-        assert ticket.slot_id not in {*slots.free_ids, *slots.lent_ids}, "I1"
+        assert ticket.slot_id in slots.taken_ids, "I1"
         if isinstance(ticket.answer, Death):
             assert self.workers[ticket.worker_id].death is ticket.answer
         else:
@@ -279,9 +279,11 @@ class Play:
         assert tasks.items() <= tickets.items(), "I1: a task's ticket or slot is gone"
         held = [*tickets.values(), *self.lent]
         assert len(set(held)) == len(held), "I1: a slot has two holders"
-        assert sorted([*held, *slots.free_ids]) == [*range(slots.used_count)], "I1"
+        assert slots.taken_ids == {*tickets.values()}, "I1"
         assert slots.lent_ids == {*self.lent}, "I1"
-        assert slots.used_count <= self.window + self.lend_limit, "I4"
+        used_count = len(held) + len(slots.free_ids)
+        assert sorted([*held, *slots.free_ids]) == [*range(used_count)], "I1"
+        assert used_count <= self.window + self.lend_limit, "I4"
         for ticket in subject.tickets:
             is_to_come = ticket.worker_id in self.in_state(WorkerState.LOST)
             assert ticket.seq in tasks or is_to_come or not ticket.is_awaited, "never sent"
@@ -316,7 +318,7 @@ class Play:
         while self.lent:
             self.drop_batch()
         self.check()
-        assert len(self.subject.slots.free_ids) == self.subject.slots.used_count, "I1"
+        assert not self.subject.slots.taken_ids, "I1"
 
 
 @given(st.integers(0, 2**32))
