@@ -193,9 +193,18 @@ keeps = _once(lambda: consumer.update(keeps=True))
 slow = _once(lambda: consumer.update(slow=True))
 
 
-def __getattr__(name: str) -> Callable[[], None]:
-    """Return ``during_X``: fault X, taken by a new thread while the one at the point goes on."""
+def __getattr__(name: str) -> Callable[[], threading.Thread]:
+    """Return ``during_X``: fault X, taken by a new thread while the one at the point goes on.
+
+    It returns the thread, which takes the fault before the point is reached again.
+    """
     if not name.startswith("during_"):
         raise AttributeError(name)
     action = globals()[name.removeprefix("during_")]
-    return lambda: threading.Thread(target=action, daemon=True).start()
+
+    def start() -> threading.Thread:
+        thread = threading.Thread(target=action, daemon=True)
+        thread.start()
+        return thread
+
+    return start

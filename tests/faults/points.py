@@ -9,6 +9,7 @@ worker by its number: ``worker.task/1``.
 
 import os
 import pkgutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +47,16 @@ class _Fault:
         self._point, nth, self._action = text.split(":")
         self._left = int(nth)
         self.worker_id: int | None = None
+        # The thread that takes the fault, if it is another one than reaches the point.
+        self._thread: threading.Thread | None = None
 
     def reach(self, point: str) -> None:
         if self._point in (point, f"{point}/{self.worker_id}"):
             self._left -= 1
             if not self._left:
-                pkgutil.resolve_name(self._action)()
+                self._thread = pkgutil.resolve_name(self._action)()
+            elif self._left < 0 and self._thread is not None:
+                self._thread.join()  # it may be late on a busy machine
 
 
 _faults: list[_Fault] = []
