@@ -321,13 +321,13 @@ class ProcessPool:
     def poll(self, events: Any, worker_id: int = -1) -> bool:
         """Report what has come, or comes while it looks. Never sleeps.
 
-        What other workers than an awaited one have sent is left if something comes from that one.
+        Given an awaited worker, nothing else is reported: :meth:`wait` does that, at once.
         """
         if worker_id < 0 or self._is_closed:
             return self._look(self._looks, events)
         data = receive(self.handles[worker_id].channel, self._looks)
         if not data:
-            return self._look(1, events)  # such as its death
+            return False
         self._receive(worker_id, data, events)
         return True
 

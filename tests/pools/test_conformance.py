@@ -335,10 +335,10 @@ def test_what_other_workers_say_comes_while_one_is_awaited(apart) -> None:
     gate = Gate()
     with opened(apart, lambda index: gate.pass_through() or 7 if index else index) as (pool, told):
         told.send(1, 0)
-        wait_until(lambda: pool.poll(told, 0))
+        wait_until(lambda: pool.poll(told, 0) or pool.wait(1, told))
         assert told.batch(1) == 0
         gate.open()
-        wait_until(lambda: pool.poll(told, 0))
+        wait_until(lambda: pool.poll(told, 0) or pool.wait(1, told))
         assert told.batch(0) == 7
 
 
@@ -347,11 +347,11 @@ def test_the_death_of_another_worker_comes_while_one_is_awaited() -> None:
     with opened(KINDS["processes"], lambda _: gate.pass_through()) as (pool, told):
         told.send(0, 1)
         os.kill(pool.pid(1), signal.SIGKILL)
-        wait_until(lambda: pool.poll(told, 0))
+        wait_until(lambda: pool.poll(told, 0) or pool.wait(1, told))
         ((worker_id, death),) = told.deaths
         assert (worker_id, death.exit_code) == (1, -signal.SIGKILL)
         gate.open()
-        wait_until(lambda: pool.poll(told, 0))
+        wait_until(lambda: pool.poll(told, 0) or pool.wait(1, told))
         assert [*told.answers] == [0]
 
 
