@@ -443,7 +443,7 @@ static ssize_t receive_now(int fd, char *buffer)
     return got < 0 && (errno == EAGAIN || errno == EINTR) ? NONE_YET : got;
 }
 
-/* Without PyArg_ParseTuple, which would take a tenth of its time. */
+/* Without PyArg_ParseTuple, which would take a sixth of a vain look's time. */
 static PyObject *receive_one(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     char buffer[MOST_BYTES];
@@ -491,9 +491,7 @@ static PyObject *receive_each(PyObject *module, PyObject *args)
         for (i = 0; i < watched && ready > 0; i++)
             ready = polled[i].revents & ~POLLIN ? 0 : ready;
         for (i = 0; i < watched && ready > 0 && found != NULL; i++) {
-            ssize_t got = -1;
-            if (polled[i].revents)
-                got = recv(polled[i].fd, buffer, MOST_BYTES, MSG_DONTWAIT);
+            ssize_t got = polled[i].revents ? receive_now(polled[i].fd, buffer) : NONE_YET;
             PyObject *pair = got <= 0 ? NULL : Py_BuildValue("iy#", polled[i].fd, buffer, got);
             if (got > 0 && (pair == NULL || PyList_Append(found, pair) < 0))
                 Py_CLEAR(found);

@@ -19,12 +19,12 @@ processors, and the next message often arrives sooner. So both ends of a socket 
 few times, and let other processes run in between. With two workers on two cores, this gives 1.04 to
 1.2 times as many batches a second. They yield before every fourth look only: an idle worker that
 yields at each one takes turns at looking with the main process on its core, which gives a sixth
-fewer single ints a second. But where busy processes share the cores, letting them run takes a turn
-of each, some 16 ms with four on two cores. So when looking took long, both ends sleep at once for a
-while. A rank that shares workers looks less often: torchrun starts each rank in a session of its
-own, and yielding gives the core only to processes of the same session (sched(7), autogroup). With 5
-looks instead of 50, two such ranks on two cores take 78 µs of CPU for a small batch instead of 129
-(AMD EPYC, 2026-11-25, with a yield at each look).
+fewer single ints a second (AMD EPYC, 2026-11-28). But where busy processes share the cores, letting
+them run takes a turn of each, some 16 ms with four on two cores. So when looking took long, both
+ends sleep at once for a while. A rank that shares workers looks less often: torchrun starts each
+rank in a session of its own, and yielding gives the core only to processes of the same session
+(sched(7), autogroup). With 5 looks instead of 50, two such ranks on two cores take 78 µs of CPU for
+a small batch instead of 129 (AMD EPYC, 2026-11-25, with a yield at each look).
 """
 
 import collections
@@ -43,7 +43,7 @@ from shmloader.messages import RECEIVE_BYTES, seq_of_task
 #: How often an idle worker looks for tasks that nothing has woken it for, in seconds.
 LOOK_S = 1.0
 
-# How often to look for a message, which takes about 30 µs in all.
+# How often to look for a message, which takes about 20 µs in all on an idle core.
 LOOKS = 50
 # The same in a rank that shares workers.
 SHARED_LOOKS = 5

@@ -17,7 +17,6 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
-    FEW,
     DrawnEpoch,
     Order,
     SamplerState,
@@ -144,8 +143,7 @@ class EpochDraw(Iterator[Any]):
             if self._items is None:
                 self._error = error
             raise
-        epoch = self._epoch
-        epoch.undrawn, epoch.full_at = None, epoch.progress.start + 1 + FEW
+        self._epoch.undrawn = None
 
     def _begin(self) -> None:
         """Draw up to the first batch that was not delivered, and that one as well."""

@@ -313,6 +313,7 @@ class Order:
     def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
         """Set the epoch that is iterated next, which continues at the progress's position."""
         self._epoch = DrawnEpoch(number, progress, saved or {})
+        self._epoch.full_at = progress.start + (1 + FEW) * progress.unit
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers the number of the next epoch; most orders tell it when it begins."""
